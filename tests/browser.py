@@ -67,6 +67,7 @@ class Browser:
         os.close(ours)
         self.held, self.numbers, self.session = b"", itertools.count(1), None
         self.problems = []  # what the page logged as an error, and what its policy refused
+        self.prefetches = []  # what becomes of pages that speculation rules name, once `Preload.enable` was called
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -86,6 +87,8 @@ class Browser:
                 return answer["result"]
             if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.problems.append(answer["params"])
+            elif answer.get("method") == "Preload.prefetchStatusUpdated":
+                self.prefetches.append((answer["params"]["prefetchUrl"], answer["params"]["status"]))
 
     def _next(self):
         while b"\0" not in self.held:
@@ -122,6 +125,22 @@ class Browser:
                 windowsVirtualKeyCode=code,
                 text=text if kind == "keyDown" else "",
             )
+
+    def point(self, selector):
+        """The middle of an element, after scrolling it into view."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        self.value(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{ block: 'center' }})")
+        return self.value(f"(({{ x, y, width, height }}) => [x + width / 2, y + height / 2])({box})")
+
+    def mouse(self, kind, x, y):
+        """A mouse event: `mouseMoved`, `mousePressed` or `mouseReleased`."""
+        button = "none" if kind == "mouseMoved" else "left"
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
+
+    def click(self, selector):
+        x, y = self.point(selector)
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.mouse(kind, x, y)
 
     def write(self, text):
         self.call("Input.insertText", text=text)

@@ -7,7 +7,8 @@ from django.urls import path
 
 pytestmark = pytest.mark.usefixtures("configured")
 
-PUBLIC = {"health", "sign_in", "sign_out", "reset_password", "join"}
+STORED = {"worker_script", "template_texts", "speculation_rules"}
+PUBLIC = {"health", "sign_in", "sign_out", "reset_password", "join"} | STORED
 CHANGING = {"edit_run", "archive_run", "delete_run"}
 OWNERS = {"people", "invite", "withdraw_invitation", "set_role", "edit_project", "hide_comment"}
 LISTINGS = {"feed", "following", "person", "follow_person", "search"}

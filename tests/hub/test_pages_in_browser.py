@@ -147,7 +147,7 @@ def test_colours_that_were_chosen_stay_on_the_next_page(lab, ada, server):
     with signed_in(ada) as browser:
         opened(browser, f"{server.address}/")
         browser.value("document.getElementById('theme').click()")
-        browser.until("localStorage.getItem('theme')")
+        browser.until("document.cookie.includes('theme=dark')")
         opened(browser, f"{server.address}{lab[4]}")
         assert browser.value("document.documentElement.dataset.theme") == "dark"
 

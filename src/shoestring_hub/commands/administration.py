@@ -45,6 +45,18 @@ class ListeningOptions:
 
 
 @dataclass(frozen=True)
+class OpeningOptions:
+    """Measures that make pages open fast; each can be switched off alone, to find out what it brings."""
+
+    keep_templates: bool = True
+    """Whether browsers store the fixed texts of pages, so that only the data of a page are sent."""
+    send_differences: bool = True
+    """Whether a browser that has an earlier state of a page is sent only what has changed since."""
+    fetch_ahead: bool = True
+    """Whether browsers fetch the page that the pointer is about to open, which takes requests that may be in vain."""
+
+
+@dataclass(frozen=True)
 class ServeHub:
     """Arguments of `shoestring hub serve`."""
 
@@ -52,12 +64,14 @@ class ServeHub:
     """Location of the hub: its folder, its database and its host name."""
     listening: ListeningOptions = field(default_factory=ListeningOptions)
     """Address to listen on, TLS certificate, and numbers of processes and threads."""
+    opening: OpeningOptions = field(default_factory=OpeningOptions)
+    """Measures that make pages open fast; each can be switched off alone."""
 
     def __call__(self) -> int:
-        from shoestring_hub.server.configure import Place
+        from shoestring_hub.server.configure import Opening, Place
         from shoestring_hub.server.serve import Listening, serve
 
-        return serve(Place(**vars(self.place)), Listening(**vars(self.listening)))
+        return serve(Place(**vars(self.place)), Listening(**vars(self.listening)), Opening(**vars(self.opening)))
 
 
 @dataclass(frozen=True, kw_only=True)

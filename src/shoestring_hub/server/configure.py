@@ -27,6 +27,7 @@ _MIDDLEWARE = [
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    f"{_SERVER}.opening.OpeningPages",
 ]
 _LOGGING = {
     "version": 1,
@@ -54,8 +55,33 @@ class Place:
         """Folder of the chunks of all projects."""
         return self.folder / "chunks"
 
+    @property
+    def bundles(self) -> Path:
+        """Folder of scripts and styles that `serve` joins, so that browsers fetch fewer files."""
+        return self.folder / "bundles"
 
-def configure(place: Place) -> None:
+
+@dataclass(frozen=True)
+class Opening:
+    """Measures that make pages open fast; each can be switched off alone, so that it can be measured alone."""
+
+    keep_templates: bool = True
+    """Whether browsers store the texts of templates and fetch only the data of pages."""
+    send_differences: bool = True
+    """Whether browsers that have an earlier state of a page get only what has changed."""
+    fetch_ahead: bool = True
+    """Whether browsers fetch pages that the pointer is about to open."""
+
+    @property
+    def uses_worker(self) -> bool:
+        """Whether a worker in the browser puts pages together."""
+        return self.keep_templates or self.send_differences
+
+
+FAST = Opening()
+
+
+def configure(place: Place, opening: Opening = FAST) -> None:
     """Configure Django; call this once per process, before importing any other module of the server.
 
     Raises:
@@ -67,15 +93,17 @@ def configure(place: Place) -> None:
     except ImportError as error:
         raise ConfigError(f"the hub needs Django ({error})", hint='pip install "shoestring[hub]"') from error
     private_folder(place.folder.parent.resolve(), place.folder.name)
-    settings.configure(**django_settings(place))
+    place.bundles.mkdir(exist_ok=True)
+    settings.configure(**django_settings(place, opening))
     django.setup()
 
 
-def django_settings(place: Place) -> dict[str, Any]:
+def django_settings(place: Place, opening: Opening = FAST) -> dict[str, Any]:
     """Django's settings. Only with a host name are cookies restricted to TLS and browsers told to insist on TLS."""
     tls = bool(place.name)
     return {
         "HUB": place,
+        "HUB_OPENING": opening,
         "SECRET_KEY": _secret_key(place.folder / "secret.key"),
         "DEBUG": False,
         "ALLOWED_HOSTS": [place.name] if tls else list(LOOPBACK),
@@ -93,7 +121,10 @@ def django_settings(place: Place) -> dict[str, Any]:
                 "BACKEND": "django.template.backends.django.DjangoTemplates",
                 "APP_DIRS": True,
                 "OPTIONS": {
-                    "context_processors": ["django.template.context_processors.request"],
+                    "context_processors": [
+                        "django.template.context_processors.request",
+                        f"{_SERVER}.opening.page_variables",
+                    ],
                     "builtins": [f"{_SERVER}.pages.filters"],
                 },
             }
@@ -119,7 +150,7 @@ def django_settings(place: Place) -> dict[str, Any]:
         "X_FRAME_OPTIONS": "DENY",
         "STATIC_URL": "/static/",
         "STATIC_ROOT": place.folder / "static",
-        "STATICFILES_DIRS": STATIC,
+        "STATICFILES_DIRS": (*STATIC, ("bundles", place.bundles)),
         "STORAGES": {
             "default": {"BACKEND": "django.core.files.storage.FileSystemStorage"},
             "staticfiles": {"BACKEND": "whitenoise.storage.CompressedManifestStaticFilesStorage"},

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError, ShoestringError
-from shoestring_hub.server.configure import LOOPBACK, Place, configure
+from shoestring.storage.whole import write_atomic
+from shoestring_hub.server.configure import FAST, LOOPBACK, STATIC, Opening, Place, configure
 
 log = logging.getLogger("shoestring")
+KEPT_OPEN = 30
+"""Seconds for which an idle connection stays open, so that the next page that a reader opens needs no new one."""
+BUNDLES = {
+    "pages.css": ("uplot/uPlot.min.css", "page.css", "hub/hub.css"),
+    "charts.js": ("uplot/uPlot.iife.min.js", "curves.js", "chart.js", "controls.js", "hub/live.js"),
+}
+"""Files that pages load together, each as one: browsers fetch six files at a time."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Listening:
     key: Path | None = None
 
 
-def serve(place: Place, listening: Listening) -> int:
+def serve(place: Place, listening: Listening, opening: Opening = FAST) -> int:
     """Migrate the database, and serve until a signal stops the server.
 
     Raises:
@@ -38,9 +46,13 @@ def serve(place: Place, listening: Listening) -> int:
         raise ConfigError(f"the hub listens without TLS on loopback only, not on `{listening.host}`", hint=hint)
     if tls and not place.name:
         raise ConfigError("--name is missing: the host name in the certificate", hint="add --name hub.example.org")
-    configure(place)
+    configure(place, opening)
     prepare()
     from gunicorn.app.base import BaseApplication
+
+    from shoestring_hub.server.texts import texts
+
+    texts()  # compiles the templates once, for all workers
 
     class Hub(BaseApplication):
         """The web server of the Django project configured in this process; workers are forked from this process."""
@@ -52,6 +64,7 @@ def serve(place: Place, listening: Listening) -> int:
                 "threads": listening.threads,
                 "worker_class": "gthread",
                 "timeout": 120,
+                "keepalive": KEPT_OPEN,
                 "limit_request_line": 8190,
                 "graceful_timeout": 10,
                 "certfile": str(listening.certificate) if tls else None,
@@ -95,4 +108,17 @@ def prepare() -> None:
     except Error as error:
         reason = str(error).strip().splitlines()[0]
         raise ShoestringError(f"cannot prepare the hub's database: {reason}", hint="see --database") from error
+    _write_bundles()
     call_command("collectstatic", verbosity=0, interactive=False)
+
+
+def _write_bundles() -> None:
+    from django.conf import settings
+
+    for name, parts in BUNDLES.items():
+        paths = [next(path for root in STATIC if (path := root / part).exists()) for part in parts]
+        texts = [path.read_text() for path in paths]  # own file: part of this package
+        first = '"use strict";\n' if name.endswith(".js") else ""  # counts only as a script's first statement
+        path, joined = settings.HUB.bundles / name, (first + "\n".join(texts)).encode()
+        if not path.exists() or path.read_bytes() != joined:  # own file: an earlier start wrote it
+            write_atomic(path, joined)

@@ -6,7 +6,7 @@ from django.db import connection
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern
 
-from shoestring_hub.server import api
+from shoestring_hub.server import api, opening
 from shoestring_hub.server.access import AccessRule, route
 from shoestring_hub.server.pages import accounts, comments, feed, projects, run, search, table
 
@@ -21,6 +21,7 @@ def health(request: HttpRequest) -> HttpResponse:
 urlpatterns: list[URLPattern] = [
     route("health", health, AccessRule.PUBLIC),
     *api.ROUTES,
+    *opening.ROUTES,
     *accounts.ROUTES,
     *feed.ROUTES,
     *search.ROUTES,

@@ -50,8 +50,10 @@ def sign_in(request: HttpRequest) -> HttpResponse:
 
 
 def sign_out(request: HttpRequest) -> HttpResponse:
-    """End the session."""
-    return sign_out_view(request)
+    """End the session, and have the browser remove what it has stored of the hub, cookies of the whole domain aside."""
+    response = sign_out_view(request)
+    response["Clear-Site-Data"] = '"cache", "storage", "prefetchCache", "prerenderCache"'
+    return response
 
 
 def account(request: HttpRequest) -> HttpResponse:

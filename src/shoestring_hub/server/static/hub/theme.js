@@ -1,7 +1,5 @@
 "use strict";
-// Before anything is painted: the colours that were chosen on another page.
-const chosenTheme = localStorage.getItem("theme");
-if (chosenTheme === "dark" || chosenTheme === "light") document.documentElement.dataset.theme = chosenTheme;
-addEventListener("DOMContentLoaded", () => {
-  document.getElementById("theme").addEventListener("click", () => queueMicrotask(() => localStorage.setItem("theme", document.documentElement.dataset.theme)));
-});
+// The colours that were chosen are kept in a cookie, so that the hub sends the next page in them, even to another person.
+document.getElementById("theme").addEventListener("click", () => queueMicrotask(() => {
+  document.cookie = `theme=${document.documentElement.dataset.theme}; path=/; max-age=31536000; samesite=lax`;
+}));
