@@ -12,9 +12,9 @@ from benchmarks.rows import Measured
 from shoestring.graph.lockstep import (
     RuleCheck,
     check_rules,
+    difference,
     random_plan,
     real_values,
-    relative_difference,
     run_divided,
     run_whole,
 )
@@ -75,9 +75,7 @@ def equal(deadline: Deadline) -> Measured:
         for _ in range(PLANS):
             deadline.check()
             divided = run_divided(step, random_plan(step, book, draw), values, RANKS)
-            pairs = [(one, other) for one, other in zip(divided, whole, strict=True) if other is not None]
-            differences = [relative_difference(one, other) for one, other in pairs if one is not None]
-            off[name] = max(off.get(name, 0.0), *differences)
+            off[name] = max(off.get(name, 0.0), difference(divided, whole))
     return Measured(max(off.values()), "; ".join(f"{name} {value:.1g}" for name, value in off.items()))
 
 

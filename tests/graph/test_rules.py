@@ -8,11 +8,11 @@ from torch import nn
 
 from shoestring.graph.lockstep import (
     check_rules,
+    difference,
     divide,
     join,
     random_plan,
     real_values,
-    relative_difference,
     run_divided,
     run_whole,
 )
@@ -61,27 +61,25 @@ def test_drawn_plans_compute_what_one_rank_computes(case):
     for _ in range(3):
         plan = random_plan(step, book, draw)
         assert sum(rule.divides for rule in plan.values()) > len(plan) / 4
-        for divided, one in zip(run_divided(step, plan, values, 2), whole, strict=True):
-            assert one is None or relative_difference(divided, one) < 1e-10
+        assert difference(run_divided(step, plan, values, 2), whole) < 1e-10
 
 
 def wrong_relu(x):
     yield Rule((SUM,), (SUM,))  # not linear
 
 
-def wrong_sum(x, dims, *args, **kwargs):
-    yield Rule((0,), (0,))  # the sum over shards is not a shard of the sum
+def wrong_mean(x, dims, *args, **kwargs):
+    yield Rule((1,), (2,))  # the mean over a shard is not a shard of the means
 
 
-@pytest.mark.parametrize("wrong", [{aten.relu.default: wrong_relu}, {aten.mean.dim: wrong_sum}])
+@pytest.mark.parametrize("wrong", [{aten.relu.default: wrong_relu}, {aten.mean.dim: wrong_mean}])
 def test_a_users_wrong_rule_is_found(wrong):
     torch.manual_seed(0)
     model, batch = pictures()
     step = trace(model, *batch)
     checks = check_rules(step, RuleBook(2, {**OWN, **wrong}), real_values(step, model, *batch))
     targets = {check.node.target for check in checks if not check.error <= 1e-5}
-    assert targets <= wrong.keys()
-    assert targets or aten.mean.dim in wrong  # S(0) -> S(0) of a mean over the spatial dimensions is right
+    assert targets == wrong.keys()
 
 
 def test_batch_norm_over_a_sharded_batch_exchanges_its_statistics():
@@ -108,7 +106,7 @@ def test_an_operator_without_a_rule_has_a_reason():
 def test_tensors_are_joined_again():
     tensor, noise = torch.randn(4, 6, dtype=torch.float64), torch.Generator().manual_seed(0)
     for placement in (WHOLE, SUM, 0, 1):
-        assert relative_difference(join(divide(tensor, placement, 2, noise), placement), tensor) < 1e-15
+        assert difference([join(divide(tensor, placement, 2, noise), placement)], [tensor]) < 1e-15
     assert all(float(shard.abs().max()) > 0 for shard in divide(tensor, SUM, 2, noise))
 
 
@@ -118,4 +116,4 @@ def test_random_numbers_are_not_checked():
     step = trace(model, *batch)
     checks = check_rules(step, RuleBook(2), real_values(step, model, *batch))
     assert checks
-    assert not [check for check in checks if "dropout" in str(check.node.target)]
+    assert not [check for check in checks if check.node.target is aten.native_dropout.default]

@@ -53,8 +53,10 @@ def divide(tensor: Tensor, placement: Placement, ranks: int, noise: torch.Genera
     return [*parts, tensor - sum(parts)]
 
 
-def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The tensor of which ranks have these shards or summands."""
+def join(shards: Sequence[Any], placement: Placement) -> Any:
+    """The tensor of which ranks have these shards or summands; None if they have none."""
+    if shards[0] is None:
+        return None
     if placement == WHOLE:
         return shards[0]
     return torch.cat(list(shards), placement) if placement >= 0 else torch.stack(list(shards)).sum(0)
@@ -114,7 +116,7 @@ class RuleCheck:
     node: fx.Node
     rule: Rule
     error: float
-    """Largest difference, relative to the largest entry; infinite if the operator failed."""
+    """Largest difference, relative to the largest entry of the outputs; infinite if the operator failed."""
     failure: str = ""
 
     @property
@@ -150,7 +152,7 @@ def check_rules(step: JointTrace, book: RuleBook, values: Mapping[fx.Node, Tenso
             return result
 
     with torch.no_grad():
-        Checking(step.module, garbage_collect_values=False).run(*(values[node] for node in _placeholders(step)))
+        _run(Checking(step.module, garbage_collect_values=False), step, values)
     return checks
 
 
@@ -171,35 +173,43 @@ def _check(
     placed = zip(inputs, rule.inputs, strict=True)
     try:
         computed = compute(node, rule, [divide(tensor, placement, ranks, noise) for tensor, placement in placed])
-        errors = [
-            _difference(shards, placement, output)
-            for shards, placement, output in zip(computed, rule.outputs, outputs, strict=True)
-            if output is not None
-        ]
+        errors = [difference(joined, outputs) for joined in _joined(computed, rule.outputs)]
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return RuleCheck(node, rule, float("inf"), f"{type(error).__name__}: {error}")
-    return RuleCheck(node, rule, max(errors, default=0.0))
+    return RuleCheck(node, rule, max(errors))
 
 
-def _difference(shards: Sequence[Any], placement: Placement, output: Tensor) -> float:
-    """The relative difference of a joined output from the whole one; where all ranks have it, that of the worst rank."""
-    candidates = shards if placement == WHOLE else [join(shards, placement)]
-    return max(relative_difference(candidate, output) for candidate in candidates)
+def _joined(computed: Sequence[Sequence[Tensor | None]], placements: Sequence[Placement]) -> list[list[Tensor | None]]:
+    """The joined outputs of an operator: as each rank has them, where outputs are whole on all ranks."""
+
+    def of_rank(rank: int) -> list[Tensor | None]:
+        pairs = zip(computed, placements, strict=True)
+        return [shards[rank] if placement == WHOLE else join(shards, placement) for shards, placement in pairs]
+
+    return [of_rank(rank) for rank in range(len(computed[0]))]
 
 
-def relative_difference(one: Tensor, other: Tensor) -> float:
-    """Largest difference of two tensors, relative to the largest entry of the second; infinite if shapes differ."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+def difference(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> float:
+    """Largest difference of tensors from others, relative to the largest entry of all the others, since a tensor may be
+    zero but for rounding; infinite if shapes, types, integers or infinite entries differ."""
+    pairs = [(one, other) for one, other in zip(ones, others, strict=True) if other is not None]
+    numbers = [other[other.isfinite()].abs().double() for _, other in pairs if other.is_floating_point()]
+    scale = max((float(entries.max()) for entries in numbers if entries.numel()), default=0.0)
+    return max((_difference(one, other) / max(scale, _TINY) for one, other in pairs), default=0.0)
+
+
+_TINY = 1e-300
+
+
+def _difference(one: Tensor | None, other: Tensor) -> float:
+    if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
-    if not other.is_floating_point():
-        return 0.0 if torch.equal(one, other) else float("inf")
-    if not other.numel() or torch.equal(one, other):
+    if torch.equal(one, other) or not other.numel():
         return 0.0
     finite = other.isfinite()
-    if not torch.equal(one[~finite], other[~finite]):
+    if not other.is_floating_point() or not torch.equal(one[~finite], other[~finite]) or not bool(finite.any()):
         return float("inf")
-    scale = other[finite].abs().max().clamp(min=torch.finfo(other.dtype).tiny)
-    return float(((one[finite] - other[finite]).abs().max() / scale).nan_to_num(nan=float("inf")))
+    return float((one[finite] - other[finite]).abs().max().nan_to_num(nan=float("inf")))
 
 
 def real_values(step: JointTrace, model: nn.Module, *inputs: Any) -> dict[fx.Node, Tensor]:
@@ -211,14 +221,15 @@ def real_values(step: JointTrace, model: nn.Module, *inputs: Any) -> dict[fx.Nod
     return values | {node: torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in nodes.tangents}
 
 
-def _placeholders(step: JointTrace) -> list[fx.Node]:
-    return [node for node in step.module.graph.nodes if node.op == "placeholder"]
+def _run(interpreter: fx.Interpreter, step: JointTrace, values: Mapping[fx.Node, Tensor]) -> list[Tensor | None]:
+    inputs = [values[node] for node in step.module.graph.nodes if node.op == "placeholder"]
+    return list(interpreter.run(*inputs, enable_io_processing=False))
 
 
 def run_whole(step: JointTrace, values: Mapping[fx.Node, Tensor]) -> list[Tensor | None]:
     """Compute a step on one rank: the loss, the gradients and the updated buffers."""
     with torch.no_grad():
-        return list(fx.Interpreter(step.module).run(*(values[node] for node in _placeholders(step))))
+        return _run(fx.Interpreter(step.module), step, values)
 
 
 def run_divided(step: JointTrace, plan: Plan, values: Mapping[fx.Node, Tensor], ranks: int) -> list[Tensor | None]:

@@ -53,8 +53,10 @@ class RuleBook:
             rules += own(*args, **kwargs)
         fitting = [rule for rule in rules if self._fits(rule, outputs, inputs) and rule.inputs + rule.outputs]
         distinct = tuple(dict.fromkeys((whole, *fitting)))
-        if len(distinct) == 1 and not reason:
-            reason = f"no rule divides tensors of these shapes by {self.ranks}" if rules else "its rule is to be whole"
+        if not any(tensor.ndim for tensor in inputs):
+            reason = "it computes single numbers"
+        elif len(distinct) == 1 and not reason:
+            reason = f"no rule divides tensors of these shapes by {self.ranks}"
         return RuleSet(distinct, reason if len(distinct) == 1 else "")
 
     def _of_torch(
