@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,55 +44,56 @@ SMALL = Shape(2, dim=32, hidden=64, vocabulary=64, tokens=16, batch=4)
 """Small enough to compute every operator by every rule."""
 
 
-def gpt(shape: Shape) -> nn.Module:
+Build = Callable[[], nn.Module]
+"""Builds a model; what makes one has imported all that this needs, since imports do not work on fake tensors."""
+
+
+def gpt(shape: Shape) -> Build:
     """The built-in GPT."""
-    return GPT(
-        GPTConfig(
-            vocab_size=shape.vocabulary,
-            dim=shape.dim,
-            layers=shape.layers,
-            heads=shape.heads,
-            kv_heads=shape.heads,
-            hidden=shape.hidden,
-            context=shape.tokens,
-        )
+    config = GPTConfig(
+        vocab_size=shape.vocabulary,
+        dim=shape.dim,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.heads,
+        hidden=shape.hidden,
+        context=shape.tokens,
     )
+    return lambda: GPT(config)
 
 
-def llama(shape: Shape) -> nn.Module:
+def llama(shape: Shape) -> Build:
     """transformers' Llama, with grouped-query attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.dim,
-            intermediate_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.heads // 2,
-            max_position_embeddings=shape.tokens,
-            use_cache=False,
-        )
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads // 2,
+        max_position_embeddings=shape.tokens,
+        use_cache=False,
     )
+    return lambda: LlamaForCausalLM(config)
 
 
-def vit(shape: Shape, size: int) -> nn.Module:
+def vit(shape: Shape, size: int) -> Build:
     """transformers' ViT for pictures of `size` pixels in patches of 16."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=size,
-            hidden_size=shape.dim,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=shape.hidden,
-            num_labels=shape.vocabulary,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
+    config = ViTConfig(
+        image_size=size,
+        hidden_size=shape.dim,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=shape.hidden,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
+    config.num_labels = shape.vocabulary
+    return lambda: ViTForImageClassification(config)
 
 
 class Bottleneck(nn.Module):
@@ -142,19 +142,20 @@ class ResNet50(nn.Module):
 class Case:
     """A model with its loss, and a batch for it."""
 
-    build: Callable[[], nn.Module]
+    prepare: Callable[[], Build]
     batch: Callable[[], Sequence[Tensor]]
 
     def fake(self) -> JointTrace:
         """The traced step, without weights."""
+        build = self.prepare()
         with fake_tensors():
-            model, batch = WithLoss(self.build()), self.batch()
+            model, batch = WithLoss(build()), self.batch()
         return trace(model.train(), *batch)
 
     def real(self) -> tuple[JointTrace, nn.Module, Sequence[Tensor]]:
         """The traced step in double precision, with the model and the batch that it was traced of."""
         torch.manual_seed(0)
-        model = WithLoss(self.build()).double().train()
+        model = WithLoss(self.prepare()()).double().train()
         batch = [tensor.double() if tensor.is_floating_point() else tensor for tensor in self.batch()]
         return trace(model, *batch), model, batch
 
@@ -168,7 +169,7 @@ def _pictures(batch: int, size: int, classes: int) -> Sequence[Tensor]:
     return torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
 
 
-def text_case(model: Callable[[Shape], nn.Module], shape: Shape) -> Case:
+def text_case(model: Callable[[Shape], Build], shape: Shape) -> Case:
     return Case(lambda: model(shape), lambda: _texts(shape))
 
 
@@ -177,7 +178,7 @@ def vit_case(shape: Shape, size: int) -> Case:
 
 
 def resnet_case(width: int, size: int, classes: int, batch: int = 8) -> Case:
-    return Case(lambda: ResNet50(width, classes), lambda: _pictures(batch, size, classes))
+    return Case(lambda: lambda: ResNet50(width, classes), lambda: _pictures(batch, size, classes))
 
 
 _VIT_S = Shape(12, dim=384, heads=6, hidden=1536, vocabulary=1000)
@@ -196,8 +197,3 @@ CASES: dict[str, Case] = {
     "resnet50": resnet_case(64, 224, 1000),
 }
 """Models of the usual shapes, which are only traced."""
-
-
-def note(values: dict[str, Any]) -> str:
-    """Values by name, for the note of a row."""
-    return "; ".join(f"{name} {value}" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""Search: how long it takes from a model to a plan, how much merging reduces, and whether usual ways are ever better."""
+"""Search: the time from a model to its plan, how much merging reduces, and whether usual ways are ever better."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ def rows() -> list[Bar]:
     never = "objective of found plans over the best of replicas, FSDP and Megatron, at most over models and clusters"
     return [
         Bar("graph.search-seconds", "processor seconds from GPT of 8 layers to its plan", "<=", 5, seconds),
-        *(Bar(f"graph.merged-{name}", f"{name}: {shared}", ">=", bar, reduction(name), kind="exact") for name, bar in bars.items()),
+        *(
+            Bar(f"graph.merged-{name}", f"{name}: {shared}", ">=", bar, reduction(name), kind="exact")
+            for name, bar in bars.items()
+        ),
         *(Bar(f"graph.merged-{name}-loss", f"{name}: {above}", "<=", 0.005, loss(name), kind="exact") for name in bars),
         Bar("graph.never-worse", never, "<=", 1.0, never_worse, kind="exact"),
     ]

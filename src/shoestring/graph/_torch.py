@@ -116,7 +116,7 @@ def _followed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int
     for placements in dict.fromkeys(asked):
         try:
             yield from _ask(op, args, kwargs, placements, ranks)
-        except (RuntimeError, ValueError, AssertionError, IndexError, NotImplementedError):
+        except (RuntimeError, ValueError, AssertionError, IndexError):
             continue  # the strategy does not take inputs that are placed like this
 
 
@@ -125,7 +125,9 @@ def _possible(tensor: Tensor, ranks: int) -> list[Placement]:
     return [Replicate(), *split, *([Partial()] if tensor.is_floating_point() else [])]
 
 
-def _ask(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placements: Sequence[Placement], ranks: int) -> list[Row]:
+def _ask(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placements: Sequence[Placement], ranks: int
+) -> list[Row]:
     """The strategies for inputs with these placements; a strategy may ask for other placements instead."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy

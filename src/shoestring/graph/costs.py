@@ -30,7 +30,7 @@ _ATTENTION = {
 _ADAM = 2.0
 """Bytes of AdamW's state for each byte of trained weights."""
 _UPDATE = 7.0
-"""Times that AdamW reads or writes each byte of a weight: weight, gradient and two averages, and three of them again."""
+"""Times that AdamW reads or writes each byte of a weight: four tensors are read, and three written."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class GraphCosts:
 
 
 def ring(ranks: int, *, latency: float, bandwidth: float, flops: float, copy: float, memory: int = 0) -> Cluster:
-    """A host whose ranks are connected in a ring: links of so many seconds and bytes per second, devices of such rates."""
+    """A host whose ranks are connected in a ring by links of this latency (seconds) and bandwidth (bytes per second)."""
     devices = tuple(
         Device(
             rank=rank,
@@ -128,7 +128,12 @@ def ring(ranks: int, *, latency: float, bandwidth: float, flops: float, copy: fl
         for rank in range(ranks)
     )
     hops = ranks - 1
-    kinds = {"all-reduce": 2 * hops / ranks, "all-gather": hops, "all-to-all": hops / ranks, "reduce-scatter": hops / ranks}
+    kinds = {
+        "all-reduce": 2 * hops / ranks,
+        "all-gather": hops,
+        "all-to-all": hops / ranks,
+        "reduce-scatter": hops / ranks,
+    }
     return Cluster(
         devices=devices,
         collectives=tuple(

@@ -65,7 +65,8 @@ class ExplainedPlan:
         yield ""
         yield "predicted   memory of a rank   way"
         best = min(self.usual.values(), key=lambda plan: plan.objective, default=self.plan)
-        yield f"{self._row(self.plan)}   operators split by the search, {best.objective / self.plan.objective:.2f}x as fast"
+        gain = f"{best.objective / self.plan.objective:.2f}x as fast"
+        yield f"{self._row(self.plan)}   operators split by the search, {gain}"
         for name, plan in sorted(self.usual.items(), key=lambda item: item[1].objective):
             yield f"{self._row(plan)}   {name}"
         yield ""
@@ -106,7 +107,9 @@ class ExplainedPlan:
         counts = Counter(move.kind for move in moves)
         told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) or "nothing"
         seconds = figures.seconds(sum(move.seconds for move in moves))
-        yield f"ranks exchange {told} in {seconds}" + (f", and {len(inside)} statistics within operators" if inside else "")
+        yield f"ranks exchange {told} in {seconds}" + (
+            f", and {len(inside)} statistics within operators" if inside else ""
+        )
         for move in sorted(moves, key=lambda move: -move.seconds)[:SHOWN]:
             yield f"  {figures.seconds(move.seconds):>9}  {move.kind} of {figures.size(move.nbytes)}: {move.reader}"
 

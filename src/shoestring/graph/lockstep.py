@@ -142,8 +142,8 @@ def check_rules(step: JointTrace, book: RuleBook, values: Mapping[fx.Node, Tenso
     operators = set(step.operators)
 
     class Checking(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            result = super().run_node(node)
+        def run_node(self, n: fx.Node) -> Any:
+            node, result = n, super().run_node(n)
             if node in operators and _has_values(node) and (kind := signature(node)) not in seen:
                 seen.add(kind)
                 inputs = [self.env[source] for source in inputs_of(node)]
@@ -213,7 +213,7 @@ def _difference(one: Tensor | None, other: Tensor) -> float:
 
 
 def real_values(step: JointTrace, model: nn.Module, *inputs: Any) -> dict[fx.Node, Tensor]:
-    """Values of the placeholders of a step that was traced of this model on such inputs; the loss has the gradient 1."""
+    """Values of the placeholders of a step that was traced of this model on such inputs; the loss's gradient is 1."""
     nodes = step.nodes
     values = {node: model.get_parameter(name).detach() for name, node in nodes.parameters.items()}
     values |= {node: model.get_buffer(name) for name, node in nodes.buffers.items()}
@@ -244,7 +244,9 @@ def run_divided(step: JointTrace, plan: Plan, values: Mapping[fx.Node, Tensor], 
                 placed[node] = [placed[node.args[0]][node.args[1]]]
             elif node in plan:
                 rule, sources = plan[node], inputs_of(node)
-                inputs = [_moved(*placed[source][0], to, ranks) for source, to in zip(sources, rule.inputs, strict=True)]
+                inputs = [
+                    _moved(*placed[source][0], to, ranks) for source, to in zip(sources, rule.inputs, strict=True)
+                ]
                 computed = compute(node, rule, inputs)
                 columns = computed if sources else [[column[0]] * ranks for column in computed]
                 placed[node] = list(zip(columns, rule.outputs, strict=True))

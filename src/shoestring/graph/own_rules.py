@@ -101,4 +101,3 @@ OWN: Mapping[Any, OwnRules] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 """Operator -> rules in addition to torch's, from the operator's arguments."""
-

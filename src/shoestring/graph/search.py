@@ -73,7 +73,11 @@ class GraphPlan:
 
 
 def search(
-    step: JointTrace, book: RuleBook, costs: GraphCosts, settings: SplitSearch | None = None, pinned: Pinned | None = None
+    step: JointTrace,
+    book: RuleBook,
+    costs: GraphCosts,
+    settings: SplitSearch | None = None,
+    pinned: Pinned | None = None,
 ) -> GraphPlan:
     """Find the fastest plan of a step.
 
@@ -137,7 +141,8 @@ class _Program:
         self._connect(merge)
         self._hold()
         self._return()
-        self.groups = len({self._root(number) for number in self.example})
+        choosing = [number for number, taken in self.taken.items() if len(taken) > 1]
+        self.groups = len({self._root(number) for number in choosing})
         self.objective = math.nan
 
     # -- what there is to decide ---------------------------------------------------------------------------------------
@@ -156,8 +161,12 @@ class _Program:
         if not merge:
             return {node: number for number, node in enumerate(self.deciders)}
         kinds: dict[fx.Node, object] = dict.fromkeys(self.step.nodes.inputs, "input")
-        kinds |= {node: (pattern_of(name), self.pinned.get(node)) for node, name in self.names.items()}
+        kinds |= {node: (self._kind(name), self.pinned.get(node)) for node, name in self.names.items()}
         return neighbourhoods(self.step.tensors, DEPTH, kinds)
+
+    def _kind(self, name: str) -> str:
+        """What a parameter is to its layer; vectors, such as weights of norms, are told apart by their places only."""
+        return pattern_of(name) if self.step.nodes.parameters[name].meta["val"].ndim > 1 else ""
 
     def _take(self, number: int) -> range:
         """Variables for the rules of a class, of which one is taken."""
@@ -210,7 +219,7 @@ class _Program:
         return max(range(len(inputs)), key=lambda slot: inputs[slot].meta["val"].numel())
 
     def _flow(self, source: int, target: int, flow: _Flow) -> None:
-        """Add the flow of a tensor: all that leaves a placement was computed in it, all that enters one is read in it."""
+        """Add the flow of a tensor: what leaves a placement was computed in it, and what enters one is read in it."""
         computed, read = defaultdict[Placement, list[int]](list), defaultdict[Placement, list[int]](list)
         for variable, rule in zip(self.taken[source], self.rules[self.example[source]], strict=True):
             computed[rule.outputs[flow.place]].append(variable)
@@ -229,7 +238,10 @@ class _Program:
         for taken, moved in ((computed, leaving), (read, entering)):
             for placement, variables in taken.items():
                 self._constrain(
-                    [*((variable, -1.0) for variable in variables), *((variable, 1.0) for variable in moved[placement])],
+                    [
+                        *((variable, -1.0) for variable in variables),
+                        *((variable, 1.0) for variable in moved[placement]),
+                    ],
                     0.0,
                 )
 
@@ -282,7 +294,9 @@ class _Program:
         result = self._optimum(self.cost, settings.memory, settings.seconds)
         if result.x is None:
             if math.isfinite(settings.memory):
-                least = self._optimum([self.held.get(variable, 0.0) for variable in range(len(self.cost))], math.inf, 10.0)
+                least = self._optimum(
+                    [self.held.get(variable, 0.0) for variable in range(len(self.cost))], math.inf, 10.0
+                )
                 if least.x is not None and least.fun > settings.memory:
                     raise ConfigError(
                         f"no plan fits into {figures.memory(int(settings.memory))} of a rank",

@@ -162,8 +162,8 @@ def neighbourhoods(
 ) -> dict[fx.Node, int]:
     """Number the classes of nodes whose neighbourhoods are equal up to so many steps away, in order of appearance.
 
-    Nodes are equal if their operators, the shapes of their tensors and their other arguments are (Weisfeiler and Lehman,
-    1968), and their entries in `kinds`.
+    Nodes are equal if their operators, the shapes of their tensors, their other arguments and their entries in `kinds`
+    are (Weisfeiler and Lehman, 1968).
     """
 
     def own(node: fx.Node) -> object:

@@ -38,7 +38,7 @@ class _Step(nn.Module):
 def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     """Trace a step of a run's model on a micro-batch for all ranks of a host, and describe how they would divide it.
 
-    The features of the run are left out. Nothing is computed and no ranks are started; the data is opened as for the run.
+    The features of the run are left out. Nothing is computed and no ranks are started; data is opened as for the run.
 
     Args:
         cluster: path of the file that `shoestring probe` wrote on that host.
