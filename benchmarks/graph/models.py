@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoestring._torch import fake_tensors
 from shoestring.graph.trace import JointTrace, trace
 from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.models.without_data import with_fake_tensors
 
 
 class WithLoss(nn.Module):
@@ -45,7 +46,7 @@ SMALL = Shape(2, dim=32, hidden=64, vocabulary=64, tokens=16, batch=4)
 
 
 Build = Callable[[], nn.Module]
-"""Builds a model; what makes one has imported all that this needs, since imports do not work on fake tensors."""
+"""Builds a model, after all that this needs has been imported."""
 
 
 def gpt(shape: Shape) -> Build:
@@ -148,8 +149,10 @@ class Case:
     def fake(self) -> JointTrace:
         """The traced step, without weights."""
         build = self.prepare()
+        with torch.device("meta"):
+            model = WithLoss(build())
         with fake_tensors():
-            model, batch = WithLoss(build()), self.batch()
+            model, batch = with_fake_tensors(model, "cpu"), self.batch()
         return trace(model.train(), *batch)
 
     def real(self) -> tuple[JointTrace, nn.Module, Sequence[Tensor]]:

@@ -32,8 +32,8 @@ def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
     assert "4 samples on 2 ranks of a host" in printed
     assert "operators split by the search" in printed
     assert "replicas" in printed
-    assert "inner" not in printed
-    for name in ("blocks.*.attention.qkv.weight", "embedding.weight"):
+    assert "model." not in printed
+    for name in ("blocks.*.attention.qkv.weight", "embed.weight"):
         assert name in printed
     assert "ranks exchange" in printed
 

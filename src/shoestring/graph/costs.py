@@ -113,7 +113,7 @@ class GraphCosts:
 
 
 def ring(ranks: int, *, latency: float, bandwidth: float, flops: float, copy: float, memory: int = 0) -> Cluster:
-    """A host whose ranks are connected in a ring by links of this latency (seconds) and bandwidth (bytes per second)."""
+    """A host whose ranks are connected in a ring by links of this latency (seconds) and bandwidth (bytes/s)."""
     devices = tuple(
         Device(
             rank=rank,

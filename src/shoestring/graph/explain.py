@@ -41,6 +41,8 @@ class ExplainedPlan:
     plan: GraphPlan
     usual: Mapping[str, GraphPlan]
     """The usual ways to train -> the best plan that has their placements of parameters and batch."""
+    prefix: str = ""
+    """Beginning of all parameters' names, which is not shown."""
 
     def moves(self) -> list[Move]:
         """What ranks exchange between operators, and of gradients, in order."""
@@ -50,7 +52,7 @@ class ExplainedPlan:
                 moves += self._move(source, target, str(node.target))
         for name, gradient in self.step.nodes.gradients.items():
             target = self.plan.rules[self.step.nodes.parameters[name]].outputs[0]
-            moves += self._move(gradient, target, f"gradient of {name}")
+            moves += self._move(gradient, target, f"gradient of {name.removeprefix(self.prefix)}")
         return moves
 
     def _move(self, source: fx.Node, target: Placement, reader: str) -> Iterator[Move]:
@@ -95,7 +97,7 @@ class ExplainedPlan:
         """Placements of parameters; equal layers of a list share a line."""
         shared = defaultdict[tuple[Placement, str], list[str]](list)
         for name, node in self.step.nodes.parameters.items():
-            shared[self.plan.rules[node].outputs[0], pattern_of(name)].append(name)
+            shared[self.plan.rules[node].outputs[0], pattern_of(name.removeprefix(self.prefix))].append(name)
         yield "parameters: R whole on every rank, S(d) in shards along dimension d"
         for (placement, pattern), names in shared.items():
             yield f"  {named(placement):4} {pattern}" + (f" ({len(names)})" if len(names) > 1 else "")
@@ -105,9 +107,9 @@ class ExplainedPlan:
         moves = self.moves()
         inside = [rule for rule in self.plan.rules.values() if rule.exchange]
         counts = Counter(move.kind for move in moves)
-        told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) or "nothing"
-        seconds = figures.seconds(sum(move.seconds for move in moves))
-        yield f"ranks exchange {told} in {seconds}" + (
+        told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        told += f" in {figures.seconds(sum(move.seconds for move in moves))}" if moves else "nothing between operators"
+        yield f"ranks exchange {told}" + (
             f", and {len(inside)} statistics within operators" if inside else ""
         )
         for move in sorted(moves, key=lambda move: -move.seconds)[:SHOWN]:

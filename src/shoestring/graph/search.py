@@ -27,7 +27,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.graph.costs import GraphCosts, flop_of, saved_tensors
 from shoestring.graph.placements import SUM, WHOLE, Placement, Rule, can_be
 from shoestring.graph.rules import RuleBook
-from shoestring.graph.trace import JointTrace, inputs_of, neighbourhoods, pattern_of, producer_of
+from shoestring.graph.trace import JointTrace, inputs_of, neighbourhoods, producer_of
 
 DEPTH = 2
 """Steps up to which neighbourhoods must be equal for operators to decide together."""
@@ -161,12 +161,8 @@ class _Program:
         if not merge:
             return {node: number for number, node in enumerate(self.deciders)}
         kinds: dict[fx.Node, object] = dict.fromkeys(self.step.nodes.inputs, "input")
-        kinds |= {node: (self._kind(name), self.pinned.get(node)) for node, name in self.names.items()}
+        kinds |= {node: (self.step.kind_of(name), self.pinned.get(node)) for node, name in self.names.items()}
         return neighbourhoods(self.step.tensors, DEPTH, kinds)
-
-    def _kind(self, name: str) -> str:
-        """What a parameter is to its layer; vectors, such as weights of norms, are told apart by their places only."""
-        return pattern_of(name) if self.step.nodes.parameters[name].meta["val"].ndim > 1 else ""
 
     def _take(self, number: int) -> range:
         """Variables for the rules of a class, of which one is taken."""

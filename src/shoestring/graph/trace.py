@@ -64,11 +64,18 @@ class JointTrace:
 
     @property
     def repeats(self) -> Repeats:
-        """The repeated blocks of the model, forward and backward."""
-        classes = neighbourhoods(self.tensors, 1)
-        times = Counter(Counter(classes[node] for node in self.operators).values())
-        most = max(times, key=lambda count: (count * times[count] if count > 1 else 0, count), default=1)
-        return Repeats(most, times[most]) if most > 1 else Repeats(1, len(self.operators))
+        """The repeated blocks of the model, forward and backward: as many as there are matrices of one kind."""
+        kinds = {node: self.kind_of(name) for name, node in self.nodes.parameters.items()}
+        classes = neighbourhoods(self.tensors, 1, kinds)
+        matrices = Counter(classes[node] for node, kind in kinds.items() if kind)
+        sizes = Counter(Counter(classes[node] for node in self.operators).values())
+        times = max({*matrices.values()} - {1}, key=lambda count: count * sizes[count], default=1)
+        return Repeats(times, sizes[times])
+
+    def kind_of(self, name: str) -> str:
+        """What a parameter is to its layer, the same in equal layers; empty for vectors, such as weights of norms."""
+        matrix = self.nodes.parameters[name].meta["val"].ndim > 1
+        return pattern_of(name) if matrix else ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,5 +73,6 @@ def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster) -> It
         step, inputs = _Step(with_fake_tensors(model, device), code), tree_map_only(Tensor, fake, batch)
     room = min(one.memory for one in cluster.devices)
     explained = explain(step.train(), inputs, cluster=cluster, settings=SplitSearch(memory=room or float("inf")))
+    explained = replace(explained, prefix="model.")
     yield f"{samples} samples on {explained.costs.ranks} ranks of a host, without the features of the run"
     yield from explained.lines()
