@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring._torch import fake_tensors
+from shoestring.graph._torch import without_data
 from shoestring.graph.trace import JointTrace, trace
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.without_data import with_fake_tensors
@@ -151,7 +151,7 @@ class Case:
         build = self.prepare()
         with torch.device("meta"):
             model = WithLoss(build())
-        with fake_tensors():
+        with without_data():
             model, batch = with_fake_tensors(model, "cpu"), self.batch()
         return trace(model.train(), *batch)
 
@@ -164,8 +164,8 @@ class Case:
 
 
 def _texts(shape: Shape) -> Sequence[Tensor]:
-    inputs, targets = torch.randint(shape.vocabulary, (2, shape.batch, shape.tokens))
-    return inputs, targets
+    size = (shape.batch, shape.tokens)
+    return torch.randint(shape.vocabulary, size), torch.randint(shape.vocabulary, size)
 
 
 def _pictures(batch: int, size: int, classes: int) -> Sequence[Tensor]:

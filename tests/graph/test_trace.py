@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoestring._torch import fake_tensors
 from shoestring.core.errors import ConfigError
+from shoestring.graph._torch import without_data
 from shoestring.graph.trace import trace
 from shoestring.models.gpt import tiny
 from tests.graph.steps import WithLoss, texts
@@ -25,12 +25,12 @@ def test_every_parameter_of_a_gpt_has_its_gradient():
 
 def test_blocks_are_found_and_a_deeper_model_has_more():
     found = []
-    for layers in (3, 5):
-        with fake_tensors():
+    for layers in (1, 4):
+        with without_data():
             model, batch = WithLoss(tiny(vocab_size=64, context=16, dim=32, layers=layers, hidden=64)), texts(64, 16)
         found.append(trace(model, *batch).repeats)
-    assert [repeats.times for repeats in found] == [3, 5]
-    assert all(repeats.operators > 30 for repeats in found)
+    assert [repeats.times for repeats in found] == [1, 4]
+    assert found[1].operators > 30
 
 
 def test_frozen_parameters_have_no_gradient():

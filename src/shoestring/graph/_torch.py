@@ -6,7 +6,7 @@ Checked with torch 2.13. The other private interfaces are in `shoestring/_torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,6 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shoestring._torch import tree_leaves, tree_map_only
+
+
+def without_data() -> AbstractContextManager[Any]:
+    """Context in which new tensors have no data, and reading a number out of one is an error.
+
+    In the context `shoestring._torch.fake_tensors` the number would be 1, and a step could be traced that is another.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False) -> fx.GraphModule:
@@ -29,11 +39,11 @@ def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False
     """
     # Imported here because these imports take seconds.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor
 
     tensors = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
     modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
-    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    mode: Any = modes[0] if modes else without_data()
     captured: Any = model
     if dynamo:
         from torch._dynamo.functional_export import dynamo_graph_capture_for_export

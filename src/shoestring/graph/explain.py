@@ -109,9 +109,7 @@ class ExplainedPlan:
         counts = Counter(move.kind for move in moves)
         told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         told += f" in {figures.seconds(sum(move.seconds for move in moves))}" if moves else "nothing between operators"
-        yield f"ranks exchange {told}" + (
-            f", and {len(inside)} statistics within operators" if inside else ""
-        )
+        yield f"ranks exchange {told}" + (f", and {len(inside)} statistics within operators" if inside else "")
         for move in sorted(moves, key=lambda move: -move.seconds)[:SHOWN]:
             yield f"  {figures.seconds(move.seconds):>9}  {move.kind} of {figures.size(move.nbytes)}: {move.reader}"
 

@@ -32,6 +32,7 @@ _SIZED = {
     aten.new_zeros.default,
 }
 """Operators whose second argument is the size of their output."""
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
 _UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 """Operators whose output has no values yet."""
 
@@ -49,7 +50,8 @@ def divide(tensor: Tensor, placement: Placement, ranks: int, noise: torch.Genera
         return [shard.contiguous() for shard in tensor.chunk(ranks, placement)]
     if noise is None or not bool(tensor.isfinite().all()):
         return [tensor, *[torch.zeros_like(tensor)] * (ranks - 1)]
-    parts = [torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype) for _ in range(ranks - 1)]
+    size = tensor.abs().max() if tensor.numel() else 1.0
+    parts = [size * torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype) for _ in range(ranks - 1)]
     return [*parts, tensor - sum(parts)]
 
 
@@ -73,9 +75,10 @@ def compute(node: fx.Node, rule: Rule, inputs: Sequence[Sequence[Tensor]]) -> li
     """
     ranks = len(inputs[0]) if inputs else 1
     calls = [_arguments(node, rule, [shards[rank] for shards in inputs], ranks) for rank in range(ranks)]
-    assert callable(node.target)
+    # A shard that was moved may be laid out otherwise than the whole tensor, so that a view of it needs a copy.
+    operator_of_shards: Any = aten.reshape.default if node.target in _VIEWS else node.target
     if rule.exchange is None:
-        results = [node.target(*args, **kwargs) for args, kwargs in calls]
+        results = [operator_of_shards(*args, **kwargs) for args, kwargs in calls]
     else:
         results = _exchange([rule.exchange.compute(node.target, args, kwargs, ranks) for args, kwargs in calls])
     rows = [result if isinstance(result, list | tuple) else (result,) for result in results]

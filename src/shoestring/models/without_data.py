@@ -9,7 +9,7 @@ from torch import nn
 def with_fake_tensors(model: nn.Module, device: str) -> nn.Module:
     """Replace a model's meta tensors by empty tensors on a device, and return it; tied parameters stay tied.
 
-    Inside the context `_torch.fake_tensors`, these tensors are fake and take no memory.
+    Inside a context of fake tensors, these tensors are fake and take no memory.
     """
     fake: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring._torch import fake_tensors, tree_map_only
+from shoestring._torch import tree_map_only
 from shoestring.core.task import Batch, sum_and_count
 from shoestring.core.world import World
+from shoestring.graph._torch import without_data
 from shoestring.graph.explain import explain
 from shoestring.graph.search import SplitSearch
 from shoestring.models.loading import build_model
@@ -69,7 +70,7 @@ def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster) -> It
     def fake(tensor: Tensor) -> Any:
         return torch.empty_like(tensor, device=device)
 
-    with fake_tensors():
+    with without_data():
         step, inputs = _Step(with_fake_tensors(model, device), code), tree_map_only(Tensor, fake, batch)
     room = min(one.memory for one in cluster.devices)
     explained = explain(step.train(), inputs, cluster=cluster, settings=SplitSearch(memory=room or float("inf")))
