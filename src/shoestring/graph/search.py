@@ -6,7 +6,7 @@ placements, instead of between pairs of rules, keep the program small and its re
 shortest paths).
 
 The program shrinks in two ways. Operators in equal neighbourhoods, such as those of repeated blocks, decide together.
-Light operators follow their largest input: they are bound by memory, so moving a tensor for them never pays.
+Light operators follow their largest input: they are bound by memory, so moving a tensor for them hardly pays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SplitSearch:
     """Settings of a search.
 
     Args:
-        merge: whether operators in equal neighbourhoods decide together, and light ones follow.
+        merge: whether operators in equal neighbourhoods decide together, light ones follow, and vectors stay whole.
         memory: bytes that parameters, gradients, optimizer state and saved activations of a rank may take.
         seconds: time after which the solver returns the best plan so far.
     """
@@ -126,7 +126,7 @@ class _Program:
         self.names = {node: name for name, node in step.nodes.parameters.items()}
         free = (*step.nodes.parameters.values(), *step.nodes.inputs)
         self.pinned = {node: placement for node in free if (placement := pinned(self.names.get(node, ""))) is not None}
-        self.rules = {node: self._choices(node, book) for node in self.deciders}
+        self.rules = {node: self._choices(node, book, merge) for node in self.deciders}
         self.classes = self._classes(merge)
         self.members = Counter(self.classes.values())
         self.example = dict[int, fx.Node]()
@@ -147,7 +147,7 @@ class _Program:
 
     # -- what there is to decide ---------------------------------------------------------------------------------------
 
-    def _choices(self, node: fx.Node, book: RuleBook) -> tuple[Rule, ...]:
+    def _choices(self, node: fx.Node, book: RuleBook, merge: bool) -> tuple[Rule, ...]:
         if node.op == "call_function":
             return book[node].rules
         tensor, nodes = node.meta["val"], self.step.nodes
@@ -155,6 +155,8 @@ class _Program:
         possible = [place for place in (WHOLE, *dims) if can_be(place, tensor, self.costs.ranks)]
         if self.pinned.get(node) in possible:
             possible = [self.pinned[node]]
+        elif merge and node in self.names and tensor.ndim < 2:
+            possible = [WHOLE]  # weights of norms and biases are too small to matter
         return tuple(Rule((place,), ()) for place in possible)
 
     def _classes(self, merge: bool) -> dict[fx.Node, int]:
@@ -210,7 +212,8 @@ class _Program:
     def _leader(self, node: fx.Node) -> int:
         """Which input a light operator follows: the largest one; -1 if the operator decides for itself."""
         inputs = inputs_of(node)
-        if not inputs or flop_of(node) or len(self.rules[node]) == 1:
+        rules = self.rules[node]
+        if not inputs or flop_of(node) or len(rules) == 1 or any(rule.exchange for rule in rules):
             return -1
         return max(range(len(inputs)), key=lambda slot: inputs[slot].meta["val"].numel())
 
