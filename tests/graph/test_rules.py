@@ -17,7 +17,7 @@ from shoestring.graph.lockstep import (
     run_whole,
 )
 from shoestring.graph.own_rules import OWN
-from shoestring.graph.placements import SUM, WHOLE, Rule
+from shoestring.graph.placements import SUM, WHOLE, ShardingRule
 from shoestring.graph.rules import RuleBook
 from shoestring.graph.trace import trace
 from shoestring.models.gpt import tiny
@@ -65,11 +65,11 @@ def test_drawn_plans_compute_what_one_rank_computes(case):
 
 
 def wrong_relu(x):
-    yield Rule((SUM,), (SUM,))  # not linear
+    yield ShardingRule((SUM,), (SUM,))  # not linear
 
 
 def wrong_mean(x, dims, *args, **kwargs):
-    yield Rule((1,), (2,))  # the mean over a shard is not a shard of the means
+    yield ShardingRule((1,), (2,))  # the mean over a shard is not a shard of the means
 
 
 @pytest.mark.parametrize("wrong", [{aten.relu.default: wrong_relu}, {aten.mean.dim: wrong_mean}])

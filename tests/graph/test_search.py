@@ -69,8 +69,9 @@ def test_batch_norms_are_split_by_samples_where_links_are_fast():
     assert all(rule.exchange is not None for rule in norms)
 
 
-def test_memory_is_a_constraint(gpt):
-    step = gpt[0]
+def test_memory_is_a_constraint():
+    model = WithLoss(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)))
+    step = trace(model, torch.randn(8, 64), torch.randint(64, (8,)))
     free = search(step, RuleBook(2), SLOW)
     tight = search(step, RuleBook(2), SLOW, SplitSearch(memory=free.memory * 0.7))
     assert tight.memory <= free.memory * 0.7 * (1 + 1e-6)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shoestring.core.errors import ConfigError
 from shoestring.graph._torch import returns_view
-from shoestring.graph.placements import SUM, WHOLE, Placement, Rule
+from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule
 from shoestring.graph.trace import JointTrace, arguments_of, inputs_of, outputs_of, producer_of
 from shoestring.planning.cluster import Cluster, Collective, Device
 
@@ -85,7 +85,7 @@ class GraphCosts:
             return self.collectives["all-reduce"].seconds(nbytes) / 2
         return self.collectives[kind].seconds(nbytes)
 
-    def operator(self, node: fx.Node, rule: Rule) -> float:
+    def operator(self, node: fx.Node, rule: ShardingRule) -> float:
         """Seconds in which a rank computes its part of an operator, with what the ranks exchange within it."""
         exchanged = self._seconds("all-reduce", rule.exchange.nbytes) if rule.exchange else 0.0
         if is_view(node):

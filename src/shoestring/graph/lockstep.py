@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoestring._torch import tree_leaves
-from shoestring.graph.placements import SUM, WHOLE, Placement, Rule, can_be
+from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can_be
 from shoestring.graph.rules import RuleBook, signature
 from shoestring.graph.trace import JointTrace, arguments_of, inputs_of, outputs_of, tensors_of
 
 aten = torch.ops.aten
-Plan = Mapping[fx.Node, Rule]
+Plan = Mapping[fx.Node, ShardingRule]
 """A rule for each operator, and for each placeholder one that has only an output."""
 _SIZED = {
     aten.view.default,
@@ -64,7 +64,7 @@ def join(shards: Sequence[Any], placement: Placement) -> Any:
     return torch.cat(list(shards), placement) if placement >= 0 else torch.stack(list(shards)).sum(0)
 
 
-def compute(node: fx.Node, rule: Rule, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
+def compute(node: fx.Node, rule: ShardingRule, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
     """Compute an operator by a rule on all ranks.
 
     Args:
@@ -85,7 +85,9 @@ def compute(node: fx.Node, rule: Rule, inputs: Sequence[Sequence[Tensor]]) -> li
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _arguments(node: fx.Node, rule: Rule, tensors: Sequence[Tensor], ranks: int) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(
+    node: fx.Node, rule: ShardingRule, tensors: Sequence[Tensor], ranks: int
+) -> tuple[list[Any], dict[str, Any]]:
     """A rank's arguments: its shards, and sizes as they are of its outputs."""
     left = iter(tensors)
     args, kwargs = arguments_of(node, lambda source: next(left))
@@ -117,7 +119,7 @@ class RuleCheck:
     """How far the outputs of a divided operator are from those of the whole one."""
 
     node: fx.Node
-    rule: Rule
+    rule: ShardingRule
     error: float
     """Largest difference, relative to the largest entry of the outputs; infinite if the operator failed."""
     failure: str = ""
@@ -167,7 +169,7 @@ def _has_values(node: fx.Node) -> bool:
 
 def _check(
     node: fx.Node,
-    rule: Rule,
+    rule: ShardingRule,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor | None],
     ranks: int,
@@ -262,9 +264,9 @@ def _moved(shards: list[Tensor], placement: Placement, to: Placement, ranks: int
     return shards if placement == to else divide(join(shards, placement), to, ranks)
 
 
-def random_plan(step: JointTrace, book: RuleBook, draw: random.Random) -> dict[fx.Node, Rule]:
+def random_plan(step: JointTrace, book: RuleBook, draw: random.Random) -> dict[fx.Node, ShardingRule]:
     """A plan that takes any rule for each operator; only what was computed as a sum is taken as one."""
-    plan = dict[fx.Node, Rule]()
+    plan = dict[fx.Node, ShardingRule]()
     placements = dict[fx.Node, Sequence[Placement]]()
     for node in step.tensors:
         if node.target is operator.getitem:
@@ -278,13 +280,13 @@ def random_plan(step: JointTrace, book: RuleBook, draw: random.Random) -> dict[f
     return plan
 
 
-def _choices(node: fx.Node, book: RuleBook) -> Iterable[Rule]:
+def _choices(node: fx.Node, book: RuleBook) -> Iterable[ShardingRule]:
     if node.op == "call_function":
         return book[node].rules
     tensor = node.meta["val"]
-    return [Rule((place,), ()) for place in range(WHOLE, tensor.ndim) if can_be(place, tensor, book.ranks)]
+    return [ShardingRule((place,), ()) for place in range(WHOLE, tensor.ndim) if can_be(place, tensor, book.ranks)]
 
 
-def _sums_are_sums(node: fx.Node, rule: Rule, placements: Mapping[fx.Node, Sequence[Placement]]) -> bool:
+def _sums_are_sums(node: fx.Node, rule: ShardingRule, placements: Mapping[fx.Node, Sequence[Placement]]) -> bool:
     pairs = zip(inputs_of(node), rule.inputs, strict=True) if node.op == "call_function" else ()
     return all(placement != SUM or placements[source][0] == SUM for source, placement in pairs)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.graph.placements import WHOLE, Exchange, OwnRules, Rule
+from shoestring.graph.placements import WHOLE, InnerExchange, OwnRules, ShardingRule
 
 aten = torch.ops.aten
 Computed = Generator[Tensor, Tensor, tuple[Tensor | None, ...]]
 _MEAN, _SUM = 1, 2  # reductions, as operators number them
 
 
-def _attention(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Iterable[Rule]:
+def _attention(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Iterable[ShardingRule]:
     """Samples and heads attend independently of each other; so do their gradients."""
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
     outputs = 2 if len(tensors) == 3 else 3
@@ -27,15 +27,17 @@ def _attention(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> It
         inputs = [dim] * len(tensors)
         if attn_mask is not None:
             inputs.append(dim if attn_mask.ndim == 4 and attn_mask.shape[dim] > 1 else WHOLE)
-        yield Rule((dim,) * outputs, tuple(inputs))
+        yield ShardingRule((dim,) * outputs, tuple(inputs))
 
 
-def _loss(scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Iterable[Rule]:
+def _loss(
+    scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> Iterable[ShardingRule]:
     """The loss of each sample by itself; means and sums over a sharded batch need the numbers of all ranks."""
     if scores.ndim != 2 or reduction not in (_MEAN, _SUM):
         return
-    exchange = Exchange(2 * scores.dtype.itemsize, _sharded_loss)
-    yield Rule((WHOLE, WHOLE), (0, 0, *([] if weight is None else [WHOLE])), exchange)
+    exchange = InnerExchange(2 * scores.dtype.itemsize, _sharded_loss)
+    yield ShardingRule((WHOLE, WHOLE), (0, 0, *([] if weight is None else [WHOLE])), exchange)
 
 
 def _sharded_loss(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: int) -> Computed:
@@ -44,13 +46,13 @@ def _sharded_loss(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ran
     return (total / count if reduction == _MEAN else total), count
 
 
-def _batch_norm(x: Tensor, *args: Any) -> Iterable[Rule]:
+def _batch_norm(x: Tensor, *args: Any) -> Iterable[ShardingRule]:
     """By channels each rank has its own statistics; by samples ranks exchange them while training."""
     vectors = [argument for argument in args if isinstance(argument, Tensor)]
-    yield Rule((1, 0, 0, 0, 0), (1, *[0] * len(vectors)))
+    yield ShardingRule((1, 0, 0, 0, 0), (1, *[0] * len(vectors)))
     training = args[4]
-    exchange = Exchange(2 * x.shape[1] * x.dtype.itemsize, _sharded_batch_norm) if training else None
-    yield Rule((0, WHOLE, WHOLE, WHOLE, WHOLE), (0, *[WHOLE] * len(vectors)), exchange)
+    exchange = InnerExchange(2 * x.shape[1] * x.dtype.itemsize, _sharded_batch_norm) if training else None
+    yield ShardingRule((0, WHOLE, WHOLE, WHOLE, WHOLE), (0, *[WHOLE] * len(vectors)), exchange)
 
 
 def _sharded_batch_norm(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: int) -> Computed:
@@ -68,12 +70,12 @@ def _sharded_batch_norm(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return (out if bias is None else out + _along(bias, x), mean, rate, *updated)
 
 
-def _batch_norm_backward(gradient: Tensor, x: Tensor, *args: Any) -> Iterable[Rule]:
+def _batch_norm_backward(gradient: Tensor, x: Tensor, *args: Any) -> Iterable[ShardingRule]:
     vectors = [argument for argument in args if isinstance(argument, Tensor)]
     training = args[5]
     if training:
-        exchange = Exchange(2 * x.shape[1] * x.dtype.itemsize, _sharded_batch_norm_backward)
-        yield Rule((0, WHOLE, WHOLE), (0, 0, *[WHOLE] * len(vectors)), exchange)
+        exchange = InnerExchange(2 * x.shape[1] * x.dtype.itemsize, _sharded_batch_norm_backward)
+        yield ShardingRule((0, WHOLE, WHOLE), (0, 0, *[WHOLE] * len(vectors)), exchange)
 
 
 def _sharded_batch_norm_backward(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: int) -> Computed:

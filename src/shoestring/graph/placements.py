@@ -22,7 +22,7 @@ def named(placement: Placement) -> str:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class InnerExchange:
     """What ranks exchange within an operator, where each cannot compute its part by itself.
 
     `compute(op, args, kwargs, ranks)` is a generator that computes one rank's outputs: it yields tensors, is sent their
@@ -35,12 +35,12 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ShardingRule:
     """One way to compute an operator on all ranks: a placement for each output and for each tensor input."""
 
     outputs: tuple[Placement, ...]
     inputs: tuple[Placement, ...]
-    exchange: Exchange | None = None
+    exchange: InnerExchange | None = None
 
     @property
     def divides(self) -> bool:
@@ -56,12 +56,12 @@ class Rule:
 class RuleSet:
     """The rules of an operator; the first is that every rank computes it whole."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[ShardingRule, ...]
     reason: str = ""
     """Why the operator can only be computed whole; empty if it can be divided."""
 
 
-OwnRules = Callable[..., Iterable[Rule]]
+OwnRules = Callable[..., Iterable[ShardingRule]]
 """(args, kwargs) of an operator, with tensors without data -> rules."""
 
 

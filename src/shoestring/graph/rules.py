@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from shoestring._torch import tree_map_only
 from shoestring.graph._torch import sharding_strategies
 from shoestring.graph.own_rules import OWN
-from shoestring.graph.placements import SUM, WHOLE, OwnRules, Placement, Rule, RuleSet, can_be
+from shoestring.graph.placements import SUM, WHOLE, OwnRules, Placement, RuleSet, ShardingRule, can_be
 from shoestring.graph.trace import arguments_of, inputs_of, outputs_of
 
 NO_STRATEGY = "torch has no strategy"
@@ -44,7 +44,7 @@ class RuleBook:
 
     def _find(self, node: fx.Node) -> RuleSet:
         outputs, inputs = outputs_of(node), [source.meta["val"] for source in inputs_of(node)]
-        whole = Rule((WHOLE,) * len(outputs), (WHOLE,) * len(inputs))
+        whole = ShardingRule((WHOLE,) * len(outputs), (WHOLE,) * len(inputs))
         if not inputs:
             return RuleSet((whole,), "it has no inputs, so every rank makes the whole tensor")
         args, kwargs = arguments_of(node)
@@ -61,7 +61,7 @@ class RuleBook:
 
     def _of_torch(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int, inputs: int
-    ) -> tuple[list[Rule], str]:
+    ) -> tuple[list[ShardingRule], str]:
         """torch's rules, and why there are none."""
         try:
             rows = sharding_strategies(op, args, kwargs, self.ranks)
@@ -71,10 +71,10 @@ class RuleBook:
             return [], f"{NO_STRATEGY} for it"
         read = [[_placement(one) for one in row] for row in rows if len(row) == outputs + inputs]
         whole_rows = [row for row in read if None not in row]
-        rules = [Rule(tuple(row[:outputs]), tuple(row[outputs:])) for row in whole_rows]  # pyrefly: ignore
+        rules = [ShardingRule(tuple(row[:outputs]), tuple(row[outputs:])) for row in whole_rows]  # pyrefly: ignore
         return rules, "" if rules or not rows else "torch's strategy needs placements that shoestring does not have"
 
-    def _fits(self, rule: Rule, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
+    def _fits(self, rule: ShardingRule, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
         """Whether every tensor can be placed as the rule asks for: shards are of equal sizes, sums of numbers."""
         pairs = [*zip(rule.outputs, outputs, strict=True), *zip(rule.inputs, inputs, strict=True)]
         return all(tensor is None or can_be(placement, tensor, self.ranks) for placement, tensor in pairs)

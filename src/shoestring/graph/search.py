@@ -25,7 +25,7 @@ from torch import fx
 from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.graph.costs import GraphCosts, flop_of, saved_tensors
-from shoestring.graph.placements import SUM, WHOLE, Placement, Rule, can_be
+from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can_be
 from shoestring.graph.rules import RuleBook
 from shoestring.graph.trace import JointTrace, inputs_of, neighbourhoods, producer_of
 
@@ -54,7 +54,7 @@ class SplitSearch:
 class GraphPlan:
     """How a step is divided."""
 
-    rules: Mapping[fx.Node, Rule]
+    rules: Mapping[fx.Node, ShardingRule]
     """The rule of each operator; of a placeholder only the placement of its output."""
     objective: float
     """Predicted seconds of a step, without overlap of communication and computation."""
@@ -110,7 +110,7 @@ class _Flow:
 
     place: int
     """Which output of the producer it is."""
-    reads: Callable[[Rule], Placement]
+    reads: Callable[[ShardingRule], Placement]
     """The placement in which a rule of the consumer reads the tensor."""
     nbytes: float
     follows: bool = False
@@ -147,7 +147,7 @@ class _Program:
 
     # -- what there is to decide ---------------------------------------------------------------------------------------
 
-    def _choices(self, node: fx.Node, book: RuleBook, merge: bool) -> tuple[Rule, ...]:
+    def _choices(self, node: fx.Node, book: RuleBook, merge: bool) -> tuple[ShardingRule, ...]:
         if node.op == "call_function":
             return book[node].rules
         tensor, nodes = node.meta["val"], self.step.nodes
@@ -157,7 +157,7 @@ class _Program:
             possible = [self.pinned[node]]
         elif merge and node in self.names and tensor.ndim < 2:
             possible = [WHOLE]  # weights of norms and biases are too small to matter
-        return tuple(Rule((place,), ()) for place in possible)
+        return tuple(ShardingRule((place,), ()) for place in possible)
 
     def _classes(self, merge: bool) -> dict[fx.Node, int]:
         if not merge:
@@ -334,7 +334,7 @@ class _Program:
         return result
 
 
-def _reader(slot: int) -> Callable[[Rule], Placement]:
+def _reader(slot: int) -> Callable[[ShardingRule], Placement]:
     """The placement in which a rule reads an input; with -1, that of a parameter, in which its gradient must lie."""
     return (lambda rule: rule.outputs[0]) if slot < 0 else (lambda rule: rule.inputs[slot])
 
