@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -145,10 +145,14 @@ class Case:
 
     prepare: Callable[[], Build]
     batch: Callable[[], Sequence[Tensor]]
+    real_weights: bool = False
+    """Whether the model can only be traced through dynamo, which does not take its inputs without data."""
 
     def fake(self) -> JointTrace:
-        """The traced step, without weights."""
+        """The traced step, without weights if possible."""
         build = self.prepare()
+        if self.real_weights:
+            return trace(WithLoss(build()).train(), *self.batch())
         with torch.device("meta"):
             model = WithLoss(build())
         with without_data():
@@ -195,7 +199,7 @@ SMALL_CASES: dict[str, Case] = {
 CASES: dict[str, Case] = {
     "gpt8": text_case(gpt, Shape(8)),
     "gpt12": text_case(gpt, Shape(12)),
-    "llama8": text_case(llama, Shape(8)),
+    "llama8": replace(text_case(llama, Shape(8)), real_weights=True),
     "vit-s": vit_case(_VIT_S, 224),
     "resnet50": resnet_case(64, 224, 1000),
 }
