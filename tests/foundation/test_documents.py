@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to run
     ("README.md", 0): (1, 2),
     ("checkpoints.md", 0): (1,),
+    ("plans.md", 0): (1,),
     ("profiling.md", 0): (1,),
     ("slow-network.md", 0): (2,),
     ("your-own-loop.md", 0): (1, 2),

@@ -160,9 +160,17 @@ class Plan(RunSource):
     tries: int = 3
     """Number of ways to train to try for a few steps before one is chosen, starting with the fastest predicted one; 0
     compares only exchanges of gradients between whole replicas."""
+    explain: Path | None = None
+    """Cluster file that `shoestring probe` wrote on one host. With it no ranks are started and no run file is written:
+    the command traces the operators of a step, and shows how the ranks of that host would divide them, and why."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         resolved = self.load(overrides, trusted=False)
+        if self.explain is not None:
+            from shoestring.verbs.explain import explain_operators
+
+            say_lines(explain_operators(resolved, self.explain))
+            return 0
         out = ["--tries", str(self.tries), *(["--out", str(self.out)] if self.out else [])]
         code = self.ranks.launch("plan", self.source, *out, *overrides)
         if code is not None:

@@ -39,6 +39,7 @@ from shoestring.core.task import Batch, Forward, Loss, call_model, sum_and_count
 from shoestring.core.world import World
 from shoestring.memory.tracing.labels import optimizer_state, plain
 from shoestring.memory.tracing.recording import BlockName, MemoryWindow
+from shoestring.models.without_data import with_fake_tensors
 
 ROUNDING = {"cuda": 512}
 """Maps a device type to the number of bytes to whose multiples the device's allocator rounds sizes up."""
@@ -401,7 +402,7 @@ def predict(
             world.mesh_over(tuple(world.axes))  # before tensors are fake, because creating a mesh reads values
         stack.enter_context(fake_tensors())
         stack.enter_context(modules_stay())
-        job = stack.enter_context(compose(Job(fake_model(model, device), forward, loss, world=world), applied))
+        job = stack.enter_context(compose(Job(with_fake_tensors(model, device), forward, loss, world=world), applied))
         batches = [fake_batch(batch, shape, device) for _ in range(min(accumulate, 2))]
         live = live or LiveTensors(ROUNDING.get(device, 1))
         return predict_step(job, batches, live=live, buckets=replicated, unseen=unseen)
@@ -422,19 +423,3 @@ def fake_batch(batch: Batch, shape: tuple[int, int], device: str) -> Batch:
 
 def _zeros(device: str, tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def fake_model(model: nn.Module, device: str) -> nn.Module:
-    """Replace a model's meta tensors by fake ones, inside `fake_tensors`; tied parameters stay tied."""
-    fake: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in fake:
-                    empty = torch.empty_like(parameter, device=device)
-                    fake[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = fake[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-    return model

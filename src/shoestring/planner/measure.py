@@ -30,7 +30,8 @@ from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Batch, sum_and_count
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
-from shoestring.memory.predicted import BeforeSteps, fake_batch, fake_model, is_predicted, own_device, update
+from shoestring.memory.predicted import BeforeSteps, fake_batch, is_predicted, own_device, update
+from shoestring.models.without_data import with_fake_tensors
 from shoestring.parallel.pipeline.stage import Layout
 from shoestring.planning.links import synchronize
 from shoestring.planning.step import ModelCosts, PartCosts
@@ -105,7 +106,7 @@ def _fake_job(attachments: Attachments, batch: Batch, shape: tuple[int, int]) ->
     features = [BeforeSteps(inner=one) for one in _measured(attachments.features) if is_predicted(one)]
     device = own_device()
     with fake_tensors(), modules_stay():
-        model = fake_model(attachments.module, device)
+        model = with_fake_tensors(attachments.module, device)
         with compose(Job(model, attachments.forward, attachments.loss), features) as job:
             yield job, fake_batch(batch, shape, device)
 

@@ -1,0 +1,17 @@
+"""The command line of graph's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.graph import rules, search
+from benchmarks.harness import Bar, main
+
+
+def rows() -> list[Bar]:
+    """Every bar of graph."""
+    return [*rules.rows(), *search.rows()]
+
+
+if __name__ == "__main__":
+    sys.exit(main("graph", rows))

@@ -1,0 +1,174 @@
+"""Wraps the private interfaces of torch that only this area uses: joint graphs, and the sharding strategies of DTensor.
+
+Checked with torch 2.13. The other private interfaces are in `shoestring/_torch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from shoestring._torch import tree_leaves, tree_map_only
+
+
+def without_data() -> AbstractContextManager[Any]:
+    """Context in which new tensors have no data, and reading a number out of one is an error.
+
+    In the context `shoestring._torch.fake_tensors` the number would be 1, and a step could be traced that is another.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False) -> fx.GraphModule:
+    """Trace the forward and backward pass of a model that returns its loss, without decomposing operators.
+
+    Nothing is computed: parameters and inputs are replaced by fake tensors, unless they are fake already.
+
+    Args:
+        dynamo: capture the forward pass by torch's analysis of bytecode first. That takes as long again, and also
+            follows programs that choose another way while they are compiled.
+    """
+    # Imported here because these imports take seconds.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    tensors = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
+    modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mode: Any = modes[0] if modes else without_data()
+    captured: Any = model
+    if dynamo:
+        from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+        with fx.traceback.preserve_node_meta(), mode:
+            captured = dynamo_graph_capture_for_export(model)(*inputs)
+    with ExitStack() as stack, mode:
+        return aot_export_joint_with_descriptors(stack, captured, tuple(inputs), decompositions={}).graph_module
+
+
+class JointNodes(NamedTuple):
+    """The placeholders of a joint graph by what they stand for, and the gradients among its outputs."""
+
+    parameters: dict[str, fx.Node]
+    buffers: dict[str, fx.Node]
+    inputs: list[fx.Node]
+    tangents: list[fx.Node]
+    gradients: dict[str, fx.Node]
+    """Name of a parameter -> node of its gradient; a frozen parameter has none."""
+
+
+def nodes_of_joint(graph: fx.Graph) -> JointNodes:
+    """Sort the placeholders of a graph that `joint_graph` traced, and pair parameters with their gradients."""
+    from torch._functorch._aot_autograd import descriptors, fx_utils
+
+    pairs = fx_utils.get_param_and_grad_nodes(graph)
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+
+    def of_kind(kind: type) -> list[fx.Node]:
+        return [node for node in holders if isinstance(node.meta["desc"], kind)]
+
+    return JointNodes(
+        parameters={parameter.target: node for parameter, (node, _) in pairs.items()},
+        buffers={node.meta["desc"].target: node for node in of_kind(descriptors.BufferAOTInput)},
+        inputs=of_kind(descriptors.PlainAOTInput),
+        tangents=of_kind(descriptors.TangentAOTInput),
+        gradients={
+            parameter.target: gradient for parameter, (_, gradient) in pairs.items() if isinstance(gradient, fx.Node)
+        },
+    )
+
+
+Row = list[Placement | None]
+"""A strategy: a placement for each output (None for one that the operator leaves out), then for each tensor input."""
+
+
+def sharding_strategies(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> list[Row] | None:
+    """torch's strategies of an operator over a mesh of one axis; None if torch has none for it."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    own = getattr(propagator, "op_single_dim_strategy_funcs", {}).get(op)
+    if own is not None:
+        args, kwargs = tree_map_only(Tensor, _meta_of, (tuple(args), dict(kwargs)))
+        known = (Placement, type(None))
+        return [[one if isinstance(one, known) else Shard(one.dim) for one in row] for row in own(op, args, kwargs)]
+    if op in propagator.op_strategy_funcs:
+        return list(_followed(op, tuple(args), dict(kwargs), ranks))
+    return None
+
+
+def _meta_of(tensor: Tensor) -> Any:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+@cache
+def _mesh_of(ranks: int) -> DeviceMesh:
+    """A mesh without process groups, only for asking strategies."""
+    return DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
+
+
+def _followed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> Iterator[Row]:
+    """Strategies that follow the placements of the inputs: asked with all inputs alike, and with one that differs."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    options = [_possible(tensor, ranks) for tensor in tensors]
+    every = dict.fromkeys(placement for own in options for placement in own)
+    asked = [tuple(placement if placement in own else Replicate() for own in options) for placement in every]
+    for slot, own in enumerate(options):
+        asked += [tuple(placement if slot == at else Replicate() for at in range(len(tensors))) for placement in own]
+    for placements in dict.fromkeys(asked):
+        try:
+            yield from _ask(op, args, kwargs, placements, ranks)
+        except (RuntimeError, ValueError, AssertionError, IndexError):
+            continue  # the strategy does not take inputs that are placed like this
+
+
+def _possible(tensor: Tensor, ranks: int) -> list[Placement]:
+    split = [Shard(dim) for dim, size in enumerate(tensor.shape) if size and size % ranks == 0]
+    return [Replicate(), *split, *([Partial()] if tensor.is_floating_point() else [])]
+
+
+def _ask(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placements: Sequence[Placement], ranks: int
+) -> list[Row]:
+    """The strategies for inputs with these placements; a strategy may ask for other placements instead."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+
+    propagator, mesh = DTensor._op_dispatcher.sharding_propagator, _mesh_of(ranks)
+    left = iter(placements)
+
+    def place(tensor: Tensor) -> OpStrategy:
+        return OpStrategy([OpSpec(DTensorSpec(mesh, (next(left),), tensor_meta=_meta_of(tensor)))])
+
+    def convert(argument: Any) -> Any:
+        if isinstance(argument, list | tuple) and any(isinstance(one, Tensor) for one in argument):
+            return TupleStrategy([place(one) for one in argument])
+        return place(argument) if isinstance(argument, Tensor) else argument
+
+    schema = OpSchema(
+        op,
+        tuple(convert(argument) for argument in args),
+        {name: convert(argument) for name, argument in kwargs.items()},
+        schema_info=propagator.op_to_schema_info.get(op),
+    )
+    strategy: Callable[[OpSchema], Any] = propagator.op_strategy_funcs[op]
+    rows = list[Row]()
+    for spec in getattr(strategy(schema), "strategies", ()):
+        outputs = spec.output_specs
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,) * len(op._schema.returns)
+        inputs = spec.input_specs or outputs[:1] * len(placements)  # without any, they are placed like the output
+        rows.append([None if one is None else one.placements[0] for one in (*outputs, *inputs)])
+    return rows
+
+
+def returns_view(op: Any) -> bool:
+    """Whether an operator returns a view of one of its arguments, by its signature."""
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in op._schema.returns)

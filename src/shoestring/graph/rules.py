@@ -1,0 +1,96 @@
+"""Sharding rules of operators: how a tensor may lie on the ranks so that each rank computes its part by itself.
+
+The rules are torch's own, those of DTensor, asked over one axis of a mesh. `own_rules` adds what torch lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shoestring._torch import tree_map_only
+from shoestring.graph._torch import sharding_strategies
+from shoestring.graph.own_rules import OWN
+from shoestring.graph.placements import SUM, WHOLE, OwnRules, Placement, RuleSet, ShardingRule, can_be
+from shoestring.graph.trace import arguments_of, inputs_of, outputs_of
+
+NO_STRATEGY = "torch has no strategy"
+"""How the reason begins for an operator that torch has no strategy for, or one that fails."""
+
+
+class RuleBook:
+    """The rules of operators on a number of ranks, found once for each operator on inputs of the same shapes.
+
+    Args:
+        own: operator -> rules in addition to torch's.
+    """
+
+    def __init__(self, ranks: int, own: Mapping[Any, OwnRules] = OWN) -> None:
+        self.ranks, self.own = ranks, own
+        self._known = dict[object, RuleSet]()
+
+    def __getitem__(self, node: fx.Node) -> RuleSet:
+        key = signature(node)
+        if key not in self._known:
+            self._known[key] = self._find(node)
+        return self._known[key]
+
+    def __len__(self) -> int:
+        """Number of different operators, with the shapes of their inputs, that were asked for."""
+        return len(self._known)
+
+    def _find(self, node: fx.Node) -> RuleSet:
+        outputs, inputs = outputs_of(node), [source.meta["val"] for source in inputs_of(node)]
+        whole = ShardingRule((WHOLE,) * len(outputs), (WHOLE,) * len(inputs))
+        if not inputs:
+            return RuleSet((whole,), "it has no inputs, so every rank makes the whole tensor")
+        args, kwargs = arguments_of(node)
+        rules, reason = self._of_torch(node.target, args, kwargs, len(outputs), len(inputs))
+        if own := self.own.get(node.target):
+            rules += own(*args, **kwargs)
+        fitting = [rule for rule in rules if self._fits(rule, outputs, inputs) and rule.inputs + rule.outputs]
+        distinct = tuple(dict.fromkeys((whole, *fitting)))
+        if not any(tensor.ndim for tensor in inputs):
+            reason = "it computes single numbers"
+        elif len(distinct) == 1 and not reason:
+            reason = f"no rule divides tensors of these shapes by {self.ranks}"
+        return RuleSet(distinct, reason if len(distinct) == 1 else "")
+
+    def _of_torch(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int, inputs: int
+    ) -> tuple[list[ShardingRule], str]:
+        """torch's rules, and why there are none."""
+        try:
+            rows = sharding_strategies(op, args, kwargs, self.ranks)
+        except Exception as error:  # strategies check their arguments by assertions and by reading shapes
+            return [], f"{NO_STRATEGY} that works: {type(error).__name__} {error}"[:120]
+        if rows is None:
+            return [], f"{NO_STRATEGY} for it"
+        read = [[_placement(one) for one in row] for row in rows if len(row) == outputs + inputs]
+        whole_rows = [row for row in read if None not in row]
+        rules = [ShardingRule(tuple(row[:outputs]), tuple(row[outputs:])) for row in whole_rows]  # pyrefly: ignore
+        return rules, "" if rules or not rows else "torch's strategy needs placements that shoestring does not have"
+
+    def _fits(self, rule: ShardingRule, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
+        """Whether every tensor can be placed as the rule asks for: shards are of equal sizes, sums of numbers."""
+        pairs = [*zip(rule.outputs, outputs, strict=True), *zip(rule.inputs, inputs, strict=True)]
+        return all(tensor is None or can_be(placement, tensor, self.ranks) for placement, tensor in pairs)
+
+
+def signature(node: fx.Node) -> object:
+    """What the rules of an operator depend on: the operator, the shapes of its inputs and its other arguments."""
+    args, kwargs = arguments_of(node, lambda source: source.meta["val"])
+    described = tree_map_only(Tensor, lambda tensor: (tuple(tensor.shape), tensor.dtype), (args, dict(kwargs)))
+    return node.target, str(described)
+
+
+def _placement(placement: Any) -> Placement | None:
+    """Translate a placement of torch; None for a kind that is not supported (averages, strided shards, masked sums)."""
+    if placement is None or isinstance(placement, Replicate):
+        return WHOLE
+    if type(placement) is Shard:
+        return placement.dim if placement.dim >= 0 else None
+    return SUM if type(placement) is Partial and placement.reduce_op == "sum" else None

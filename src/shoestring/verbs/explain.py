@@ -1,0 +1,79 @@
+"""`shoestring plan --explain`: how the ranks of a host would divide the operators of a run's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring._torch import tree_map_only
+from shoestring.core.task import Batch, sum_and_count
+from shoestring.core.world import World
+from shoestring.graph._torch import without_data
+from shoestring.graph.explain import explain
+from shoestring.graph.search import SplitSearch
+from shoestring.models.loading import build_model
+from shoestring.models.without_data import with_fake_tensors
+from shoestring.planning.cluster import Cluster
+from shoestring.run import Run
+from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
+from shoestring.training.user_code import UserCode, import_user_code
+from shoestring.verbs.probe import read
+
+
+class _Step(nn.Module):
+    """A model that returns the loss of a batch, as training computes it."""
+
+    def __init__(self, model: nn.Module, code: UserCode) -> None:
+        super().__init__()
+        self.model, self.code = model, code
+
+    def forward(self, batch: Batch) -> Tensor:
+        total, count = sum_and_count(self.code.loss(self.code.forward(self.model, batch), batch))
+        return total / count
+
+
+def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
+    """Trace a step of a run's model on a micro-batch for all ranks of a host, and describe how they would divide it.
+
+    The features of the run are left out. Nothing is computed and no ranks are started; data is opened as for the run.
+
+    Args:
+        cluster: path of the file that `shoestring probe` wrote on that host.
+
+    Raises:
+        ConfigError: the cluster file is unusable or has several hosts, or the model cannot be traced.
+    """
+    measured = read(cluster)
+    run = with_sequence(run, sequence_of(run))
+    code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
+    folder = Path(run.settings.folder or Path("runs") / run.name)
+    data = open_data(run.placed(folder), World(), folder, code.collate)
+    try:
+        yield from _explained(run, code, data, measured)
+    finally:
+        data.close()
+
+
+def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster) -> Iterator[str]:
+    settings = run.settings
+    samples = max(settings.batch // settings.accumulate, 1)
+    batch = data.first_batch(samples)
+    with torch.device("meta"):
+        model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def fake(tensor: Tensor) -> Any:
+        return torch.empty_like(tensor, device=device)
+
+    with without_data():
+        step, inputs = _Step(with_fake_tensors(model, device), code), tree_map_only(Tensor, fake, batch)
+    room = min(one.memory for one in cluster.devices)
+    explained = explain(step.train(), inputs, cluster=cluster, settings=SplitSearch(memory=room or float("inf")))
+    explained = replace(explained, prefix="model.")
+    yield f"{samples} samples on {explained.costs.ranks} ranks of a host, without the features of the run"
+    yield from explained.lines()

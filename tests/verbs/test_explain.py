@@ -1,0 +1,54 @@
+"""`shoestring plan --explain`: how the ranks of a host would divide the operators of a run, without starting ranks."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import tomli_w
+
+from shoestring.cli import main
+from shoestring.graph.costs import ring
+from tests.small_runs import write_run_file, write_texts
+
+HOST = ring(2, latency=2e-4, bandwidth=1.25e8, flops=2e10, copy=4e9, memory=1 << 32)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = write_texts(tmp_path / "texts")
+    run = write_run_file(tmp_path / "run.toml", {"run": {"data": texts, "model": "shoestring.models.gpt:tiny"}})
+
+    def cluster(host):
+        (tmp_path / "cluster.toml").write_text(tomli_w.dumps(asdict(host)))
+        return str(tmp_path / "cluster.toml")
+
+    return str(run), cluster
+
+
+def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
+    run, cluster = files
+    assert main(["plan", run, "--explain", cluster(HOST)]) == 0
+    printed = capsys.readouterr().out
+    assert "4 samples on 2 ranks of a host" in printed
+    assert "operators split by the search" in printed
+    assert "replicas" in printed
+    assert "model." not in printed
+    for name in ("blocks.*.attention.qkv.weight", "embed.weight"):
+        assert name in printed
+    assert "ranks exchange" in printed
+
+
+def test_a_cluster_that_is_no_host_of_several_ranks_is_refused(files, capsys):
+    run, cluster = files
+    apart = replace(HOST, devices=(HOST.devices[0], replace(HOST.devices[1], host="other")))
+    assert main(["plan", run, "--explain", cluster(apart)]) == 2
+    assert "2 ranks on 2 hosts" in capsys.readouterr().err
+    assert main(["plan", run, "--explain", "missing.toml"]) == 2
+    assert "is no cluster file" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_said_with_what_would(files, capsys):
+    run, cluster = files
+    small = replace(HOST, devices=tuple(replace(device, memory=1000) for device in HOST.devices))
+    assert main(["plan", run, "--explain", cluster(small)]) == 2
+    assert "the smallest takes" in capsys.readouterr().err
