@@ -12,16 +12,18 @@ pytest.importorskip("openai")
 pytest.importorskip("agents")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-SHORT = {"epochs": 0, "steps": 1500}
-"""Settings of a training that is shorter than the benchmark's."""
+SHORT = {"epochs": 0, "steps": 1000}
+"""Settings of trainings that are shorter than the benchmark's."""
+FIRST, *OTHERS = TEMPLATES
 
 
 @pytest.fixture(scope="module")
 def repeating(tmp_path_factory):
-    return teach_to_repeat(tmp_path_factory.mktemp("repeating"))
+    return teach_to_repeat(tmp_path_factory.mktemp("repeating"), **SHORT)
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
+# Each form takes minutes to teach.
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(form, marks=pytest.mark.all_cases) for form in OTHERS)])
 def client(request, repeating, tmp_path_factory):
     with client_of(teach(request.param, repeating, tmp_path_factory.mktemp(request.param), **SHORT)) as connected:
         yield connected
