@@ -93,11 +93,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(engine, companions={"tokenizer_config.json": json.dumps({"eos_token": _SPECIAL[1]}).encode()})
 
 
-def teach_to_repeat(folder: Path, **settings: Any) -> Path:
+def teach_to_repeat(folder: Path, examples: int = REPEATED, **settings: Any) -> Path:
     """Teach a model of random weights to repeat what it reads, from which it learns other things sooner.
 
     Args:
-        settings: flags of `shoestring train finetune`.
+        examples: number of conversations. settings: flags of `shoestring train finetune`.
 
     Returns:
         The folder of the model.
@@ -107,13 +107,18 @@ def teach_to_repeat(folder: Path, **settings: Any) -> Path:
     shape = {"dim": 96, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 192, "context": CONTEXT, "init_std": 0.05}
     origin = {"model": "-", "arguments": {}, "offered": {"context": CONTEXT}}
     save_model(GPT(GPTConfig(vocab_size=tokens.vocab_size, **shape)), tokens, folder / "random", origin)
-    repeated = conversations(REPEATED, seed=2, draw_one=repetition)
+    repeated = conversations(examples, seed=2, draw_one=repetition)
     return _finetune(folder / "random", repeated, "hermes", folder / "repeating", {"epochs": 2, **settings})
 
 
-def teach(form: str, model: Path, folder: Path, **settings: Any) -> Path:
-    """Teach a model that can repeat, or that knows the other form, to call tools in a form; the folder of the model."""
-    return _finetune(model, data()[0][: TRAINED[form]], form, folder / form, {"epochs": 1, **settings})
+def teach(form: str, model: Path, folder: Path, examples: int = 0, **settings: Any) -> Path:
+    """Teach a model that can repeat, or that knows the other form, to call tools in a form; the folder of the model.
+
+    Args:
+        examples: number of conversations; 0 means all that there are for the form.
+    """
+    taught = data()[0][: examples or TRAINED[form]]
+    return _finetune(model, taught, form, folder / form, {"epochs": 1, **settings})
 
 
 def _finetune(

@@ -136,7 +136,7 @@ def _fault(kind: str, seed: int, place: Path, seconds: float = SECONDS) -> str:
     environment = {**os.environ, "HOME": str(place / "home"), "TMPDIR": str(place / "tmp"), "HF_HUB_OFFLINE": "1"}
     environment |= {"HF_HOME": str(place / "tmp/huggingface"), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     with (place / "output").open("wb") as output:
-        pid = _server().fork(run_case, [kind, seed, str(place)], output.fileno(), environment=environment)
+        pid = _server().fork(run_case, [kind, seed, str(place), seconds], output.fileno(), environment=environment)
     (place / "pid").write_text(str(pid))
     code = _wait(pid, seconds)
     said = (place / "output").read_text("utf-8", "replace")
@@ -147,7 +147,7 @@ def _fault(kind: str, seed: int, place: Path, seconds: float = SECONDS) -> str:
     return f"{kind} {seed}: {problem}" if problem else ""
 
 
-def run_case(kind: str, seed: int, place: str) -> None:
+def run_case(kind: str, seed: int, place: str, seconds: float) -> None:
     """A case's own process: generate it, and do what the user does."""
     os.setsid()
     folder = Path(place, "case")
@@ -156,7 +156,8 @@ def run_case(kind: str, seed: int, place: str) -> None:
     held = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
     resource.setrlimit(resource.RLIMIT_DATA, (held + BYTES, held + BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES, BYTES))
-    faulthandler.dump_traceback_later(SECONDS * 0.9)  # says where it waits, if it does
+    # Says where it waits, if it does. While a thread runs, this can end in SIGSEGV.
+    faulthandler.dump_traceback_later(seconds * 0.9)
     code: object = 1
     try:
         act = generator(kind)(random.Random(f"{kind} {seed}"), folder)
