@@ -217,7 +217,7 @@ def test_the_verb_writes_a_plan_that_trains_where_it_was_made_for(tmp_path, caps
     assert "<- chosen" in done.stdout
     plan = tmp_path / "plan.toml"
     (record,) = (feature for feature in load(str(plan)).features if isinstance(feature, Planned))
-    assert (record.hosts, record.ranks) == (1, 2)
+    assert (record.num_hosts, record.num_ranks) == (1, 2)
     assert 0 < record.peak_gib <= 0.04
     command = [sys.executable, "-m", "shoestring", "train", str(plan), "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
