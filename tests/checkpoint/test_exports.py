@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from saving_ranks import digest
 from torch_checkpoints import quiet_load, quiet_save
 
-from shoestring.checkpoint.format.layout import DTYPES, Box
+from shoestring.checkpoint.format.layout import Box
 from shoestring.checkpoint.format.manifest import Record
+from shoestring.checkpoint.format.tensor_file import DTYPES
 from shoestring.checkpoint.interop import dcp, exports, pickles
 from shoestring.checkpoint.interop.pickles import Call, inert, plain
 from shoestring.checkpoint.tiers.disk import Disk

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from shoestring.checkpoint.format.checksum import CHUNK, sums
-from shoestring.checkpoint.format.layout import DTYPES, Box, Leaf
+from shoestring.checkpoint.format.layout import Box, Leaf
 from shoestring.checkpoint.format.part import HEADER_LIMIT, Draft, Part
+from shoestring.checkpoint.format.tensor_file import DTYPES
 from shoestring.core.errors import CheckpointError
 
 ABOUT = {"step": 3, "trees": {"shared": {}, "own": {}}}

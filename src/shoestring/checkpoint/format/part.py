@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import CHUNK, crc32
-from shoestring.checkpoint.format.layout import DTYPES, Box, Leaf
+from shoestring.checkpoint.format.layout import Box, Leaf
+from shoestring.checkpoint.format.tensor_file import DTYPES, NAMES
 from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import open_regular
 
 HEADER_LIMIT = 100_000_000  # maximum size of a header in bytes, as in safetensors
 ROOM = 1 << 10  # headers are padded to multiples of this, so that longer numbers in them do not move the pieces
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class Form:
         """Compute the layout of pieces in the given order; see `aligned`."""
         entries, boxes, places, end = {}, {}, [], 0
         for leaf in leaves:
-            name, kind = _entry_name(leaf, entries), _NAMES.get(leaf.data.dtype)
+            name, kind = _entry_name(leaf, entries), NAMES.get(leaf.data.dtype)
             if kind is None:
                 raise CheckpointError(f"cannot save `{leaf.name}`: safetensors does not support {leaf.data.dtype}")
             span = [end, end := end + leaf.nbytes]

@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoestring.checkpoint.format.checksum import crc32
-from shoestring.checkpoint.format.layout import DTYPES
+from shoestring.checkpoint.format.tensor_file import bytes_of, header_of, in_order
 from shoestring.checkpoint.format.tree import decode, encode
 from shoestring.core.errors import CheckpointError
 
 log = logging.getLogger("shoestring")
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DIGITS = 8  # length of a checksum in hexadecimal
 
 BESIDES = frozenset({"best", "checkpoint", "clock", "progress", "random", "scaler"})
@@ -45,8 +43,8 @@ class PackedState:
     tree: str
     """All values that are not tensors, as JSON."""
     tensors: Mapping[str, Tensor]
-    """Contiguous tensors on the CPU, in the order of the file: those with large elements first, so that all are
-    aligned. Tied weights share their memory, and are written twice."""
+    """Contiguous tensors on the CPU, in the order of the file. Tied weights share their memory, and are written
+    twice."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> PackedState:
@@ -55,19 +53,11 @@ class PackedState:
         A DTensor is gathered, so every rank of its mesh must call this function.
 
         Raises:
-            CheckpointError: a value has another type; the error names its path.
+            CheckpointError: a value or a tensor has another type; the error names its path.
         """
         tensors: dict[str, Tensor] = {}
         tree = json.dumps(encode(state, "", tensors))
-        try:
-            plain = {name: _plain(tensor) for name, tensor in tensors.items()}
-            if unknown := sorted({str(tensor.dtype) for tensor in plain.values() if tensor.dtype not in _NAMES}):
-                raise ValueError(f"safetensors has no {', '.join(unknown)}")
-        except (ValueError, RuntimeError) as error:
-            kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-            raise CheckpointError(f"cannot save tensors of {', '.join(kinds)}: {error}") from error
-        ordered = sorted(plain.items(), key=lambda item: (-item[1].element_size(), item[0]))
-        return cls(tree, dict(ordered))
+        return cls(tree, in_order({name: _plain(name, tensor) for name, tensor in tensors.items()}))
 
     @property
     def nbytes(self) -> int:
@@ -78,30 +68,20 @@ class PackedState:
         with ThreadPoolExecutor(1) as pool:
             checksum = pool.submit(_checksum, self.tree, self.tensors)
             file.write(self._header("0" * _DIGITS))
-            file.writelines(map(_bytes_of, self.tensors.values()))
+            file.writelines(map(bytes_of, self.tensors.values()))
             file.seek(0)
             file.write(self._header(checksum.result()))
 
     def _header(self, checksum: str) -> bytes:
-        header: dict[str, Any] = {"__metadata__": {"tree": self.tree, "sum": checksum}}
-        end = 0
-        for name, tensor in self.tensors.items():
-            start, end = end, end + tensor.nbytes
-            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return header_of(self.tensors, {"tree": self.tree, "sum": checksum})
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _plain(name: str, tensor: Tensor) -> Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    if not tensor.numel():  # tensors without elements may have strides that no view allows
-        return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    try:
+        return whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    except RuntimeError as error:  # sparse tensors and other layouts
+        raise CheckpointError(f"cannot write `{name}`: {reason_of(error)}") from error
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -171,5 +151,5 @@ def _checksum(tree: str, tensors: Mapping[str, Tensor]) -> str:
     total = crc32(tree.encode())
     for name, tensor in sorted(tensors.items()):
         total = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
-        total = crc32(_bytes_of(tensor), total)
+        total = crc32(bytes_of(tensor), total)
     return f"{total:0{_DIGITS}x}"

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shoestring import figures
 from shoestring.checkpoint.format.checksum import crc32
-from shoestring.checkpoint.format.layout import DTYPES, Box
+from shoestring.checkpoint.format.layout import Box
+from shoestring.checkpoint.format.tensor_file import DTYPES
 from shoestring.checkpoint.interop.exports import Saved, Stored
 from shoestring.checkpoint.interop.pickles import DEPTH, NODES, Call, Name, Outside, inert, plain, spend
 from shoestring.core.errors import CheckpointError

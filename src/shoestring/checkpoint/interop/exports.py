@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +16,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import sums
-from shoestring.checkpoint.format.layout import DTYPES, KINDS, PRIVATE, Box, leaves_of, sources
+from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Box, leaves_of, sources
 from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.format.part import Draft, Part, mapped
+from shoestring.checkpoint.format.tensor_file import bytes_of, header_of, in_order
 from shoestring.checkpoint.format.tree import decode, encode, merged_states, root
 from shoestring.checkpoint.tiers import plain
 from shoestring.checkpoint.tiers.disk import MANIFEST, Disk
 from shoestring.core.errors import CheckpointError, nearest
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -207,21 +204,9 @@ def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
         CheckpointError: a tensor is damaged or incomplete, or safetensors does not support its data type.
         OSError: the file cannot be written.
     """
-    # Data types with wide elements come first, so that all tensors are aligned.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    if "__metadata__" in tensors:
-        raise CheckpointError("cannot export `__metadata__`: safetensors reserves this name")
-    for name, stored in ordered:
-        if stored.dtype not in _NAMES:
-            raise CheckpointError(f"cannot export `{name}`: safetensors does not support {stored.dtype}")
-        span = [end, end := end + stored.nbytes]
-        header[name] = {"dtype": _NAMES[stored.dtype], "shape": list(stored.shape), "data_offsets": span}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    content = (stored.read().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, stored in ordered)
-    write_atomic(path, chain([len(text).to_bytes(8, "little") + text], content))
+    ordered = in_order(tensors)
+    content = (bytes_of(stored.read().contiguous()) for stored in ordered.values())
+    write_atomic(path, chain([header_of(ordered, {"format": "pt"})], content))
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
