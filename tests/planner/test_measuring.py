@@ -15,7 +15,7 @@ from shoestring.core.world import World
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.optim import AdamW, AdamW8bit
 from shoestring.parallel import Pipeline, Tensor
-from shoestring.planner.measure import _Measuring, sizes
+from shoestring.planner.measure import _Measuring, measure_sizes
 from shoestring.planner.search import as_trained
 from shoestring.planning.predict import peaks
 from shoestring.planning.step import planned_step
@@ -164,7 +164,7 @@ def planned_like(model, features, world):
 def test_fake_tensors_have_the_sizes_that_are_measured(tied, optimizer):
     shape = SHAPE | {"tied": tied, "dim": 128}
     with measured(GPT(GPTConfig(**shape)), tokens, sizes=(4,), features=[optimizer()]) as (real, _):
-        fake = sizes(planned_like(shape, [optimizer()], World()), None, (4, 16))
+        fake = measure_sizes(planned_like(shape, [optimizer()], World()), None, (4, 16))
     for name in ("hidden", "tied", "scored", "state", "trained", "samples"):
         assert getattr(fake, name) == pytest.approx(getattr(real, name)), name
     for one, other in zip(
@@ -181,7 +181,7 @@ def test_the_memory_of_parts_is_that_of_the_plan_with_the_cuts_of_training(featu
     settled = as_trained(attachments.features, attachments.module, world)
     with measured(GPT(GPTConfig(**SHAPE | {"layers": 4})), tokens, sizes=(2,)) as (real, _):
         by_measuring = peaks(planned_step(world, settled, real, batch=8, micro=4)[0])
-    costs = sizes(attachments, None, (2, 16))
+    costs = measure_sizes(attachments, None, (2, 16))
     assert peaks(planned_step(world, settled, costs, batch=8, micro=4)[0]) == pytest.approx(by_measuring, rel=0.01)
     cuts = [one.cuts for one in settled if isinstance(one, Pipeline)]
     assert cuts in ([], [(2,)])

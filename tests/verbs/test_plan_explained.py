@@ -52,3 +52,10 @@ def test_what_does_not_fit_is_said_with_what_would(files, capsys):
     small = replace(HOST, devices=tuple(replace(device, memory=1000) for device in HOST.devices))
     assert main(["plan", run, "--explain", cluster(small)]) == 2
     assert "the smallest takes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--out", "other.toml"), ("--tries", "2"), ("--workers", "2")])
+def test_what_has_no_effect_beside_it_is_refused(tmp_path, capsys, flags):
+    (tmp_path / "run.toml").write_text("")
+    assert main(["plan", str(tmp_path / "run.toml"), "--explain", str(tmp_path / "cluster.json"), *flags]) == 2
+    assert f"{flags[0]} has no effect with --explain" in capsys.readouterr().err

@@ -167,6 +167,14 @@ class Plan(RunSource):
     def __call__(self, overrides: Sequence[str]) -> int:
         resolved = self.load(overrides, trusted=False)
         if self.explain is not None:
+            for flag, differs in (
+                ("workers", self.ranks != Plan.ranks),
+                ("out", self.out is not None),
+                ("tries", self.tries != Plan.tries),
+            ):
+                if differs:
+                    message = f"--{flag} has no effect with --explain, which starts no ranks and writes no run file"
+                    raise ConfigError(message, hint="leave out one of the two")
             from shoestring.verbs.explain import explain_operators
 
             say_lines(explain_operators(resolved, self.explain))

@@ -384,7 +384,7 @@ def predict(
     Raises:
         Exception: the error of a feature or operator that cannot work without values.
     """
-    device = own_device()
+    device = device_type()
     applied, unseen, replicated = [], [], False
     for feature in features:
         before = BeforeSteps(inner=feature)
@@ -408,7 +408,7 @@ def predict(
         return predict_step(job, batches, live=live, buckets=replicated, unseen=unseen)
 
 
-def own_device() -> str:
+def device_type() -> str:
     """Type of the device for which memory is predicted: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -30,7 +30,7 @@ from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Batch, sum_and_count
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
-from shoestring.memory.predicted import BeforeSteps, fake_batch, is_predicted, own_device, update
+from shoestring.memory.predicted import BeforeSteps, device_type, fake_batch, is_predicted, update
 from shoestring.models.without_data import with_fake_tensors
 from shoestring.parallel.pipeline.stage import Layout
 from shoestring.planning.links import synchronize
@@ -102,16 +102,16 @@ def writes_files(feature: Feature) -> bool:
 
 @contextmanager
 def _fake_job(attachments: Attachments, batch: Batch, shape: tuple[int, int]) -> Iterator[tuple[Job, Batch]]:
-    """Context with a job of the same model on one rank, and a batch, whose tensors are fake. See `sizes`."""
+    """Context with a job of the same model on one rank, and a batch, whose tensors are fake. See `measure_sizes`."""
     features = [BeforeSteps(inner=one) for one in _measured(attachments.features) if is_predicted(one)]
-    device = own_device()
+    device = device_type()
     with fake_tensors(), modules_stay():
         model = with_fake_tensors(attachments.module, device)
         with compose(Job(model, attachments.forward, attachments.loss), features) as job:
             yield job, fake_batch(batch, shape, device)
 
 
-def sizes(attachments: Attachments, batch: Batch, shape: tuple[int, int]) -> ModelCosts:
+def measure_sizes(attachments: Attachments, batch: Batch, shape: tuple[int, int]) -> ModelCosts:
     """Like `measure`, but on fake tensors: bytes are those of real tensors, and times mean nothing.
 
     Args:

@@ -27,7 +27,7 @@ from shoestring.core.feature import Feature, Seam, arrange_mesh, check_owners, r
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.memory import Budget, Offload, OffloadActivations, Recompute, Zero
-from shoestring.memory.predicted import predict
+from shoestring.memory.predicted import device_type, predict
 from shoestring.memory.settings.budget import BudgetChoice, Knob
 from shoestring.memory.step_cost import CostedTensors, RecomputeLevel, levels, measure_rates
 from shoestring.models.blocks import repeated
@@ -117,7 +117,7 @@ class BudgetSearch:
         self.code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
         self.data = replace(own_data(run), collate=self.code.collate) if is_own(run) else None
         self.others = tuple(feature for feature in run.features if not isinstance(feature, Budget))
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = device_type()
         self.readers = self.world.ranks_over(("hosts", "local"))
         self.samples = run.settings.batch // self.readers
         model = self._model()

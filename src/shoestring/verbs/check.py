@@ -22,9 +22,9 @@ from shoestring.core.kept import Progress
 from shoestring.core.task import Batch
 from shoestring.core.world import World
 from shoestring.memory.exhausted import advice
-from shoestring.memory.predicted import own_device, predict
+from shoestring.memory.predicted import device_type, predict
 from shoestring.models.loading import build_model
-from shoestring.planner.measure import sizes
+from shoestring.planner.measure import measure_sizes
 from shoestring.planner.search import as_trained
 from shoestring.planning.predict import peaks
 from shoestring.planning.step import planned_step
@@ -173,8 +173,8 @@ def _memory_of_parts(attachments: Attachments, run: Run, batch: Batch, shape: tu
     world, settings = attachments.world, run.settings
     name = splitting(attachments.features, world)[0]
     features = as_trained(attachments.features, attachments.module, world)  # before its tensors become fake
-    costs = sizes(attachments, batch, shape)
-    step, _ = planned_step(world, features, costs, batch=settings.batch, micro=settings.accumulate, device=own_device())
+    costs, device = measure_sizes(attachments, batch, shape), device_type()
+    step, _ = planned_step(world, features, costs, batch=settings.batch, micro=settings.accumulate, device=device)
     stages = peaks(step)
     most = figures.memory(int(max(stages)))
     yield f"sum for a rank: {most}, predicted from the sizes of its tensors, because {name} splits the model"

@@ -16,6 +16,7 @@ from shoestring.core.world import World
 from shoestring.graph._torch import without_data
 from shoestring.graph.explain import explain
 from shoestring.graph.search import SplitSearch
+from shoestring.memory.predicted import device_type
 from shoestring.models.loading import build_model
 from shoestring.models.without_data import with_fake_tensors
 from shoestring.planning.cluster import Cluster
@@ -65,7 +66,7 @@ def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster) -> It
     batch = data.first_batch(samples)
     with torch.device("meta"):
         model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type()
 
     def fake(tensor: Tensor) -> Any:
         return torch.empty_like(tensor, device=device)

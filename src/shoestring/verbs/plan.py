@@ -349,7 +349,7 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     plans = planned.plans
     if planned.outlook is None:
         return
-    yield from _measurements(planned.outlook)
+    yield from _measurements(planned.outlook, "ways to train" if planned.exchanged is None else "other ways")
     yield "predicted   measured   memory of a rank"
     for number, one in _shown(planned):
         mark = "   <- chosen" if number == planned.choice else ""
@@ -369,10 +369,10 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
         yield f"  it waits: {_waits(one)}"
 
 
-def _measurements(outlook: Outlook) -> Iterator[str]:
-    """Yield lines with the measurements from which the other ways are predicted."""
+def _measurements(outlook: Outlook, ways: str) -> Iterator[str]:
+    """Yield lines with the measurements from which ways to train are predicted."""
     model, samples = outlook.model, outlook.model.samples[-1]
-    yield f"other ways, within {memory(int(outlook.room))} a rank; measured on all ranks at once:"
+    yield f"{ways}, within {memory(int(outlook.room))} a rank; measured on all ranks at once:"
     block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
     what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
     yield (
