@@ -201,6 +201,7 @@ def test_seconds_of_a_step(tmp_path):
     assert sized.seconds(run, METHODS[1], "100mbit", 10.0) == pytest.approx(7.0 + wire)
 
 
+@pytest.mark.slow
 def test_the_whole_contest(tmp_path):
     size = replace(SIZE, rates=(1e-2,))
     sized = contest(tmp_path, size=size)

@@ -103,6 +103,7 @@ class Script(Watch):
         return next(self.looks)
 
 
+@pytest.mark.slow
 def test_a_disturbed_round_is_made_again():
     ticks = iter(range(10**6))
     looks = [True, *(number % 3 != 1 for number in range(9)), True]  # before the first round, 9 rounds, the end

@@ -113,6 +113,7 @@ def test_no_bandwidth_makes_it_slower(hosts, ranks, batch):
         previous = cell
 
 
+@pytest.mark.slow
 def test_what_fits_only_in_parts_says_so():
     def within(gib):
         return price(MODEL, replace(SLOW, processor=replace(PROCESSOR, gib=gib)), 16)
@@ -126,6 +127,7 @@ def test_what_fits_only_in_parts_says_so():
     assert (str(nothing), nothing.gain) == ("–", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mbits", "gib"), [(10, 4.0), (1000, 4.0), (100, 0.0016)])
 def test_plans_that_are_not_priced_are_not_faster(mbits, gib):
     """All plans of the planner's own list, beside those that the map prices."""

@@ -257,6 +257,7 @@ def test_seeds_for_choosing_are_not_reported():
     assert Sizes().tuning_seed not in Sizes().seeds
 
 
+@pytest.mark.slow
 def test_curves_become_pictures(tmp_path):
     pictures = draw(Contest(KnownResults(tmp_path / "store"), TRIAL), tmp_path)
     assert len(pictures) == 4

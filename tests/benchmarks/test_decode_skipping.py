@@ -30,6 +30,7 @@ def comparison(tmp_path, monkeypatch):
     return skipping.Comparison(tmp_path / "runs", SimpleNamespace(folder=folder))
 
 
+@pytest.mark.slow
 def test_rules_are_compared_at_equal_bytes_and_stored(comparison, tmp_path, monkeypatch):
     gain, gap = skipping.quality(comparison), skipping.distance(comparison)
     case = comparison.cases[48, 1]["rules"]

@@ -50,6 +50,7 @@ def test_without_a_gpu_every_gpu_bar_says_so_and_a_broken_module_is_reported(are
     assert not (tmp_path / "plain.json").exists()
 
 
+@pytest.mark.slow
 def test_gpu_bars_run_within_the_budget_and_stay_when_there_is_no_gpu_later(areas, tmp_path, capsys):
     package, folder = areas
     (folder / "broken.py").write_text("")
@@ -65,6 +66,7 @@ def test_gpu_bars_run_within_the_budget_and_stay_when_there_is_no_gpu_later(area
     assert run_gpu(["--budget", "601"], package, tmp_path, HERE) == 2
 
 
+@pytest.mark.slow
 def test_a_bar_that_takes_too_long_leaves_time_for_the_others(areas, tmp_path):
     package, folder = areas
     (folder / "broken.py").write_text(
@@ -85,6 +87,7 @@ def test_a_bar_that_takes_too_long_leaves_time_for_the_others(areas, tmp_path):
     assert [row.reason for row in stored(tmp_path, "fast").values()] == ["", "not measured yet"]
 
 
+@pytest.mark.slow
 def test_what_bars_of_an_area_share_is_gone_before_those_of_the_next(tmp_path):
     held, made = [], []
 

@@ -313,6 +313,7 @@ child.wait()
 # -- evidence ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.machine._given", {ROOT: "0123456789ab"})
     results, page = tmp_path / "results", tmp_path / "docs" / "evidence.md"

@@ -124,6 +124,7 @@ def test_a_row_names_the_code_of_its_measurement_and_of_its_stored_runs(tmp_path
     assert row.rests_on == [made, {"tree": "ba9876543210", "sources": "unknown"}]
 
 
+@pytest.mark.slow
 def test_rows_of_changed_unknown_and_uncommitted_code_are_shown_as_stale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.machine._given", {ROOT: "0123456789ab"})
     bar = Bar("area.one", "what", ">=", 2.0, measure=lambda _: 3.0, kind="exact")

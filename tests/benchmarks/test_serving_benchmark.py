@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 
 from benchmarks.serving import adapters
@@ -15,6 +16,7 @@ def test_a_part_is_named_without_the_area(capsys):
     assert command(["--list", "--only", "nothing"]) == 2
 
 
+@pytest.mark.slow
 def test_eight_adapters_are_compared_with_one_and_with_none():
     torch.manual_seed(0)
     built = GPT(GPTConfig(vocab_size=260, dim=32, layers=1, heads=2, kv_heads=1, hidden=48, context=128)).eval()

@@ -28,6 +28,7 @@ class Laboratory:
         return paired(self.work(a), self.work(b), clock=lambda: self.now, **more)
 
 
+@pytest.mark.slow
 def test_a_quiet_machine_gives_the_planted_ratio_and_its_inverse():
     quiet = Laboratory(lambda n: 1.0).paired(3.0, 2.0)
     assert quiet.median == pytest.approx(1.5)
@@ -35,6 +36,7 @@ def test_a_quiet_machine_gives_the_planted_ratio_and_its_inverse():
     assert Laboratory(lambda n: 1.0).paired(2.0, 3.0).median == pytest.approx(1 / 1.5)
 
 
+@pytest.mark.slow
 def test_abba_removes_a_steady_drift_from_every_round():
     growing = Laboratory(lambda n: 1.05**n).paired(1.0, 1.0)
     assert growing.ratios == pytest.approx([1.0] * 12)
@@ -45,6 +47,7 @@ def test_abba_removes_a_steady_drift_from_every_round():
     assert pairs.median == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_each_follows_itself_as_often_as_the_other():
     turns = []
     paired(lambda: turns.append("A"), lambda: turns.append("B"), rounds=8, warmup=0, clock=count(1).__next__)
@@ -79,6 +82,7 @@ def test_spread_and_note_of_known_ratios():
     )
 
 
+@pytest.mark.slow
 def test_no_garbage_is_collected_while_timing_and_collection_is_on_again_after_an_error():
     states = set()
     paired(lambda: states.add(gc.isenabled()), lambda: None, rounds=6, warmup=0, clock=count().__next__)
@@ -89,6 +93,7 @@ def test_no_garbage_is_collected_while_timing_and_collection_is_on_again_after_a
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_too_few_rounds_and_a_clock_that_stands_still_are_refused():
     with pytest.raises(ConfigError, match="5 rounds give no 95% interval"):
         paired(lambda: None, lambda: None, rounds=5)
@@ -96,6 +101,7 @@ def test_too_few_rounds_and_a_clock_that_stands_still_are_refused():
         paired(lambda: None, lambda: None, clock=lambda: 1.0)
 
 
+@pytest.mark.slow
 def test_whole_commands_are_paired(tmp_path):
     note = "import sys; open('log', 'a').write(sys.argv[1])"
     a, b = ([sys.executable, "-S", "-c", note, name] for name in "AB")

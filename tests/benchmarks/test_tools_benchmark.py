@@ -104,6 +104,7 @@ LIGHT = Conversation(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "judged"),
     [
@@ -123,6 +124,7 @@ def test_right_answers_are_told_from_wrong_ones(answers, judged):
         assert tools.judge(client, "small", LIGHT) == judged
 
 
+@pytest.mark.slow
 def test_a_stream_that_differs_is_counted(monkeypatch):
     said = tools._said_in_response
     monkeypatch.setattr(tools, "_said_in_response", lambda response: said(response)._replace(text="other"))

@@ -103,6 +103,7 @@ def test_ls_lists_what_is_there_in_whatever_state(run, capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_a_run_that_is_alive_renames_and_deletes_is_no_damage(run):
     """What `ls` looks at beside a process that writes and deletes checkpoints."""
     (newest,) = (run / "checkpoints").glob("step-00000004-*")
@@ -204,6 +205,7 @@ def test_hf_needs_a_model_with_such_a_layout(dead, capsys, tmp_path):
     assert "`shoestring.testing.jobs:tiny` has no Hugging Face layout" in said
 
 
+@pytest.mark.slow
 def test_trim_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
     acts = []
     monkeypatch.setattr(file_acts.Files, "before", lambda _, act, path, *__: acts.append((act, path.name)))
@@ -217,6 +219,7 @@ def test_trim_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
     assert acts[at : at + 3] == [("rename", old.name), ("sync folder", old.parent.name), ("remove", aside)]
 
 
+@pytest.mark.slow
 def test_trim_leaves_what_others_have_put_there(run, tmp_path, capsys):
     saves = run / "checkpoints"
     linked = tmp_path / "linked"
@@ -290,6 +293,7 @@ def test_nor_is_it_where_each_checkpoint_is_one_file(tmp_path, capsys):
     assert start("auto", 0) == 1
 
 
+@pytest.mark.slow
 def test_memory_is_cleared_of_dead_runs_only(tmp_path, capsys):
     folder = tmp_path / "run"
     with closing(saving_ranks.made(str(folder), memory_every=1)) as job:
@@ -313,6 +317,7 @@ def test_memory_is_cleared_of_dead_runs_only(tmp_path, capsys):
     assert not memory.exists()
 
 
+@pytest.mark.slow
 def test_checkpoints_in_one_file_are_read_too(tmp_path, capsys):
     job = compose(Job(jobs.tiny(), world=World()), [Plain(folder=str(tmp_path / "run/checkpoints"), every=1)])
     with job:

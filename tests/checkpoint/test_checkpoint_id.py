@@ -34,6 +34,7 @@ def records(draw):
     )
 
 
+@pytest.mark.slow
 @given(records())
 def test_what_is_written_is_read(record):
     assert Record.loads(record.dumps(), "a record") == record

@@ -83,6 +83,7 @@ def test_another_process_computes_what_lies_in_a_file(process, file, monkeypatch
     assert process.sums(data, identity)[-1] != expected[-1]
 
 
+@pytest.mark.slow
 def test_what_another_process_cannot_read_is_computed_here(process, file):
     data, (path, device, inode) = file
     expected, empty = sums(data), torch.empty(0, dtype=torch.uint8)
@@ -135,6 +136,7 @@ def test_a_file_that_is_too_short_is_no_reason_to_end(process, file):
     assert process._process is child and child.poll() is None
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_parent_though_others_hold_its_input_open(tmp_path, file):
     """A worker that was forked after it has the other end of its input."""
     script = (

@@ -234,6 +234,7 @@ histories = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 3)), unique=True, max_size=12),

@@ -129,6 +129,7 @@ def test_a_step_that_comes_out_differently_on_one_rank_is_trained_again(struck, 
     assert struck.resumed(fault="other average") == (13, states[13])
 
 
+@pytest.mark.slow
 def test_a_step_whose_average_was_changed_with_its_checksum_is_trained_again(struck, states):
     """Nothing but the entries of the weights that were noted after the step can tell."""
     ring = differing_ranks.ring_of(struck.folder, 1)
@@ -210,6 +211,7 @@ def lost(pool, tmp_path):
     return struck
 
 
+@pytest.mark.slow
 def test_a_run_whose_host_was_lost_replays_from_disk(lost, states):
     files = sorted(Path(lost.folder, "checkpoints").glob("steps-00000013-00000014-*"))
     assert len(files) == 2

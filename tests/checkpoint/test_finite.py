@@ -48,6 +48,7 @@ def diverging(folder, bad):
     return before, after, found
 
 
+@pytest.mark.slow
 def test_one_rank_without_a_finite_loss_is_enough(tmp_path):
     with Pool(3, timeout=60) as pool:
         for before, after, found in pool.call(diverging, folder=str(tmp_path), bad=1):

@@ -142,6 +142,7 @@ def test_any_tree_is_decoded_or_refused(value):
         tree.decode(value, {"a": torch.ones(2), "": torch.ones(1, dtype=torch.bfloat16)}.__getitem__)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(junk)
 def test_any_content_of_a_checkpoint_in_one_file_is_read_or_refused(tmp_path_factory, value):

@@ -87,6 +87,7 @@ def rezipped(folder, compression, content):
     return altered(folder, longer)
 
 
+@pytest.mark.slow
 def test_a_compressed_bomb_is_refused_before_it_grows(tmp_path):
     for number, value in enumerate((torch.ones(2), "text")):
         folder = quiet_save({"a": value}, tmp_path / str(number))
@@ -142,6 +143,7 @@ def test_two_tensors_in_the_same_bytes_are_refused(tmp_path):
     refused(altered(folder, alias), "two tensors share bytes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [b"]" * (1 << 24), b"(" * (1 << 24), b"}" * (1 << 24)], ids=["lists", "marks", "dicts"]
 )
@@ -188,6 +190,7 @@ def honest(tmp_path_factory):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_bytes_in_what_torch_wrote_are_read_or_refused(honest, tmp_path, data):

@@ -209,6 +209,7 @@ def least(levels, step, longest):
     )
 
 
+@pytest.mark.slow
 def test_no_plan_is_better():
     draw, compared = random.Random(0), []
     for _ in range(150):

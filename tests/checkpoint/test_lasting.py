@@ -54,6 +54,7 @@ def change(data, rank):
         rank.keeper.reads = None
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.data())
 def test_ranks_decide_alike_and_what_was_safe_stays(data):

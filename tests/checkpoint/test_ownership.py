@@ -105,6 +105,7 @@ def holder(tmp_path):
         process.join()
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_while_the_first_lives_stopped_or_not(start, holder, saves):
     before = steps(saves)
     for stopped in (False, True):

@@ -92,6 +92,7 @@ def test_what_is_written_is_read_and_the_safetensors_package_reads_the_same(foun
     assert sorted(map(repr, map(bits, theirs.values()))) == sorted(repr(bits(each.data)) for each in found)
 
 
+@pytest.mark.slow
 @given(leaves())
 def test_what_the_safetensors_package_writes_is_read(found):
     tensors = {f"t{number}": each.data for number, each in enumerate(found)}

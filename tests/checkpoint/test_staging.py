@@ -83,6 +83,7 @@ def rig(tmp_path):
     found.stager.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.data())
 def test_every_checkpoint_is_of_the_state_as_it_is(data):

@@ -44,6 +44,7 @@ def numbered(value, count):
     return torch.tensor(next(count))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @example({"a": {"1~2": None, 1: None, "1": None}}, {})
 @example({"a/b": {"c": None}, "a": {"b/c": None}, "0:x": {}}, {"x": {}})

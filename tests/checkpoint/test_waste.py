@@ -154,6 +154,7 @@ def test_the_grid_holds_no_interval_shorter_than_a_checkpoint():
     assert (grid[:, 1:] % grid[:, :-1] == 0).all()
 
 
+@pytest.mark.slow
 def test_every_row_holds_at_tiny_sizes_and_says_what_was_compared():
     bars = rows(TINY)
     names = ["10h", "10min", "1h", "one-level", "weibull"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shoestring.comm.codecs.bits import decode_indices, encode_indices, index_bytes, pack, packed_bytes, unpack
 
 
+@pytest.mark.slow
 @given(bits=st.integers(1, 32), rows=st.integers(1, 3), count=st.integers(0, 70), seed=st.integers(0, 99))
 @settings(max_examples=150)
 def test_codes_come_back(bits, rows, count, seed):

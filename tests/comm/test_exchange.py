@@ -62,6 +62,7 @@ def test_replicas_are_equal_at_every_step(pool, feature):
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature",
     quick(
@@ -88,6 +89,7 @@ def test_dense_is_ddp(pool):
     assert ours[0]["losses"] == pytest.approx(ddp[0]["losses"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "wrap"), [
     pytest.param(comm.Dense(), True, id="dense-ddp"),
     pytest.param(comm.Dense(), False, id="dense-plain", marks=slow),

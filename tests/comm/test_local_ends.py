@@ -61,6 +61,7 @@ def test_one_vote_stops_all_at_a_merge_and_what_is_left_is_equal(pool: Pool, fea
     assert one["digests"][-1] == other["digests"][-1]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_nan_on_one_replica_ends_all_of_them_together(pool: Pool, tmp_path: Path) -> None:
     """Also where something else makes the ranks meet in between: a checkpoint after every step."""
     arguments: dict[str, Any] = {"steps": 9, "poison": {"1": 2}, "folder": str(tmp_path)}

@@ -205,6 +205,7 @@ def test_a_prediction_from_passes_of_very_unequal_length_says_so(passes, words):
     assert (words in explain_spread(found)) if words else not explain_spread(found)
 
 
+@pytest.mark.slow
 def test_a_trial_counts_neither_as_a_step_nor_in_the_first_rates(pool):
     for rank in pool.call(choosing_ranks.rates):
         assert rank["aside"] > 0

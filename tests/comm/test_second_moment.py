@@ -222,6 +222,7 @@ def test_moments_that_were_there_before_become_those_of_the_longer_average() -> 
             assert noisy.corrected(1 - 0.001 / replicas) == pytest.approx(1, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_run_of_it_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
     """It began as one of DDP, whose second moments are rescaled, and once only."""
     feature = DiLoCo(every=4, fragments=2, delay=1, codec="4bit", second_moment="global")

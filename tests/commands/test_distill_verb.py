@@ -36,6 +36,7 @@ def settings_of(folder):
     return tomllib.loads((folder / "run.toml").read_text())["decode"]["distill"]
 
 
+@pytest.mark.slow
 def test_a_reference_and_a_draft_come_from_one_run_file(tmp_path, target, capsys):
     cache = {"teacher": str(target[1]), "cache_folder": "teacher", "top_k": 32}
     file = run_file(tmp_path, target, decode={"distill": cache})

@@ -71,6 +71,7 @@ def test_an_axis_has_one_owner_and_needs_one():
         compose(Job(jobs.tiny(), world=World()), [mesh_ranks.Columns(ranks=1), mesh_ranks.Columns(ranks=1)])
 
 
+@pytest.mark.slow
 def test_groups_over_any_axes_are_the_same_everywhere_and_wait_as_long_as_the_world(pool):
     told = pool.call(mesh_ranks.geometry)
     assert told[0]["axes"] == {"hosts": 2, "local": 1, "tensor": 2} and told[0]["hosts"] == 2
@@ -109,6 +110,7 @@ def test_any_rank_may_stop_all_and_any_loss_that_is_not_finite_is_refused_by_all
     assert set(pool.call(mesh_ranks.poisoned)) == {"the loss became nan at step 1"}
 
 
+@pytest.mark.slow
 def test_a_run_reads_the_same_samples_along_a_tensor_axis(pool, tmp_path):
     alone = mesh_ranks.whole_run(folder=str(tmp_path / "alone"))
     told = pool.call(mesh_ranks.whole_run, folder=str(tmp_path / "four"))

@@ -133,6 +133,7 @@ def test_what_is_wrong_is_named(package, text, message, hint):
     assert message in str(caught.value) and hint in caught.value.hint
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_a_package_beside_it(package, monkeypatch):
     (package / "own.toml").write_text(OWN)
     command = [sys.executable, "-m", "shoestring", "check", "own.toml", "--acme.noise.scale", "2"]

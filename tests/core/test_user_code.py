@@ -261,6 +261,7 @@ def unused(find):
         return "", "", made.progress.step == 2
 
 
+@pytest.mark.slow
 def test_parameters_that_no_step_uses_are_named_before_ddp_steps():
     with Pool(2, timeout=60) as pool:
         for message, hint, unchanged in pool.call(unused, find=False):

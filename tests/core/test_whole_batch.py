@@ -135,6 +135,7 @@ def evaluated_on_ranks(samples):
     return made.evaluate(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])
 def test_ranks_without_samples_add_no_rows(samples):
     """In the last round of an evaluation: 4 ranks and fewer samples, or parts of unequal sizes."""
@@ -204,6 +205,7 @@ def in_stages():
         ss.compose(Job(TwoStages(), loss=of_text), [Pipeline()])
 
 
+@pytest.mark.slow
 def test_ranks_refuse_alike():
     with Pool(2, timeout=100) as pool:
         pool.call(of_different_widths)

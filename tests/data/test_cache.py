@@ -217,6 +217,7 @@ def hold(root, ready):
     threading.Event().wait(60)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_used_by_the_next_and_removed_by_one_of_another_data_set(root):
     context = get_context("spawn")
     ready = context.Event()

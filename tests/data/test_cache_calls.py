@@ -33,6 +33,7 @@ print(shared.get(1), shared.put(2, b"c"), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_memory_that_is_given_back_is_free_for_all_processes_and_comes_back_with_the_next_run(root):
     shared = Shared("name", 4, 1 << 20, root)
     assert shared.put(0, b"a" * 100_000) and shared.put(1, b"b" * 200_000)

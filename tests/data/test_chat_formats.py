@@ -34,6 +34,7 @@ def read(source, field=""):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "formats"), [(plain_chats, PLAIN), (rich_chats, RICH)], ids=["plain", "rich"])
 def test_the_same_chats_in_each_format_and_file(tmp_path, make, formats):
     chats = list(make(8))
@@ -304,6 +305,7 @@ def test_records_that_lie_across_what_is_read_at_once(tmp_path, monkeypatch):
     assert [document.text for document in documents] == [record["text"] for record in records[1:]]
 
 
+@pytest.mark.slow
 def test_a_pipe_is_copied_into_the_folder_and_read_again(tmp_path):
     tokenizer(TEMPLATE).save(tmp_path / "tokenizer.json")
     data = Data(form="chat", tokenizer=str(tmp_path / "tokenizer.json"), sequence=128, held_out=0.2)

@@ -265,6 +265,7 @@ def test_samples_load_in_batches_and_workers_and_evaluations(tmp_path):
     assert counted == train.targets
 
 
+@pytest.mark.slow
 def test_prepared_chats_are_used_again_until_something_changes(tmp_path):
     corpus = prepared(tmp_path)
     times = (tmp_path / "prepared" / "train.chats").stat().st_mtime_ns
@@ -322,6 +323,7 @@ def test_a_record_that_the_template_refuses_is_named(tmp_path):
         prepared(tmp_path, [*records(2), {"messages": [ANSWER]}], template=strict)
 
 
+@pytest.mark.slow
 def test_a_template_that_takes_all_memory_or_never_ends_is_an_error_of_its_record(tmp_path):
     huge = "{{ 'x' | center(10**10 if messages | length > 9 else 1) }}" + CHATML
     with pytest.raises(DataError, match=r"chats.jsonl:3: .*it takes too much memory"):

@@ -105,6 +105,7 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(name):
         assert last == BEGINS[name] + "a" + ENDS[name]
 
 
+@pytest.mark.slow
 def test_the_ends_of_a_template_are_those_that_are_learnt():
     ends = {
         name: {made.tokenizer.engine.id_to_token(token) for token in made.ends()} for name, (made, _) in MADE.items()

@@ -67,6 +67,7 @@ def test_every_epoch_holds_every_sample_once_for_any_shape(shape):
         assert ids == permutation(seed, epoch, samples).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(shapes, st.integers(0, 6), st.integers(0, 6))
 def test_a_run_moved_from_two_ranks_to_one_and_back_sees_the_remaining_samples(shape, first, second):

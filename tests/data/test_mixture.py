@@ -189,6 +189,7 @@ def test_sources_have_short_names_of_their_own():
 # -- the run file ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_and_reports_the_loss_of_each_source(sources, tmp_path, capsys):
     run = tmp_path / "run"
     settings = {"data": sources, "folder": str(run), "steps": 4, "evaluate_every": 2, "baselines": True}

@@ -37,6 +37,7 @@ def prepared_on(source, folders, size=3):
         together.prepare_source = prepare_source
 
 
+@pytest.mark.slow
 def test_hosts_that_share_a_folder_prepare_it_once(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     files = ["held_out.tokens", "tokenizer.json", "train.tokens"]

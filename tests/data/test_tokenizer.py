@@ -168,6 +168,7 @@ os.waitpid(child, 0)
 """
 
 
+@pytest.mark.slow
 def test_a_fork_after_preparing_warns_of_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(3000)))
     done = subprocess.run(

@@ -133,6 +133,7 @@ def test_nothing_that_was_cached_for_one_adapter_is_read_for_another(folders):
         engine.close()
 
 
+@pytest.mark.slow
 def test_folders_of_peft_with_a_root_scale_and_unlike_layers_over_a_model_of_transformers(tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -63,6 +63,7 @@ def complete(server, **fields):
     return server.http.post("/v1/completions", json={"prompt": "an", "max_tokens": 150, "seed": 1} | fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_length", [0, 4])
 def test_unlike_requests_in_one_batch_have_their_formats_and_are_what_each_is_alone(draft_length):
     with running(slots=5, draft_length=draft_length) as server:
@@ -85,6 +86,7 @@ def test_unlike_requests_in_one_batch_have_their_formats_and_are_what_each_is_al
             assert not ended or fits(text, wanted), text
 
 
+@pytest.mark.slow
 def test_streams_and_responses_have_the_format_too(server):
     fields = FORMATS[2][0]
     whole = complete(server, **fields).json()["choices"][0]["text"]
@@ -267,6 +269,7 @@ def test_drafts_change_no_text(drafter, greedy):
 READABLE = {"byte-level", "byte-fallback, space before", "byte-fallback", "Unigram, byte-fallback"}
 
 
+@pytest.mark.slow
 @pytest.mark.share(3)
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,6 +41,7 @@ def texts(adapter, slots, **options):
     return [row.text for row in rows]
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_model_that_is_not_compiled_and_few_shapes_are_compiled(model):
     seen = []
 
@@ -76,6 +77,7 @@ def test_texts_with_drafts_through_passes_of_rounded_shapes_are_those_of_plain_d
     assert len(compiled._passes) == len(drafter.model._passes) == 1  # both went through them
 
 
+@pytest.mark.slow
 def test_the_time_that_compiling_takes_is_no_cost_of_a_pass(model, monkeypatch):
     """Otherwise the first round with drafts would look a thousand times slower than it is."""
     now = 0.0
@@ -106,6 +108,7 @@ def test_passes_are_plain_unless_a_gpu_or_the_user_says_otherwise(model):
         choose_passes(torch.nn.Embedding(9, 9), 8, "compiled")
 
 
+@pytest.mark.slow
 def test_the_bar_for_speculation_on_a_gpu_runs_in_a_small_size(monkeypatch):
     """So that it works at first try where there is a GPU: the pair, its ε, and the two ways to generate."""
     for name, few in (("TRIALS", 4), ("TEXTS", 2), ("PROMPT", 8)):
@@ -127,6 +130,7 @@ def test_the_bar_for_speculation_on_a_gpu_runs_in_a_small_size(monkeypatch):
     assert 0.5 < share < 1 and 0 < epsilon < 2
 
 
+@pytest.mark.slow
 def test_what_padding_writes_is_never_seen(model):
     compiled = Compiled(model, 300, backend="eager")
     tokens = torch.randint(50, (2, 30), generator=torch.Generator().manual_seed(0))

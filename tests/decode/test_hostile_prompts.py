@@ -117,6 +117,7 @@ def test_tokens_that_the_model_has_no_embedding_of_are_refused():
 # -- templates that do not end -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_template_that_never_ends_is_one_error_and_delays_nobody():
     with running(slots=1, template=HAND_MADE["nested loops"], preparation=0.3) as server:
         answers = []

@@ -44,6 +44,7 @@ def refusal(act):
 # -- the account -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(waits=st.lists(st.floats(0, 30), max_size=60), limit=st.integers(1, 20))
 def test_no_key_sends_more_than_its_rate_and_whoever_comes_back_when_told_is_served(waits, limit):
     account, clock = limits(requests_per_minute=limit)

@@ -124,6 +124,7 @@ def test_drafts_that_are_rejected_leave_nothing_in_a_cache_of_transformers_own(n
         check_same(model, prompt, text, plain)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_recurrent_model_drafts_for_one_that_differs():
     model, prompts = zoo.build("mamba2"), [prompt_of(5), prompt_of(21)]

@@ -24,6 +24,7 @@ def draws(p, seed=0):
     return torch.tensor(race(p.expand(len(keys), -1), keys))
 
 
+@pytest.mark.slow
 def test_a_race_draws_from_the_distribution_and_a_small_fault_would_show():
     """99.99% quantile of chi-squared with 4 degrees of freedom: 23.5."""
     counts = torch.bincount(draws(P), minlength=5).double()

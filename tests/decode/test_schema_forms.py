@@ -99,6 +99,7 @@ def differs(schema, document):
     return judges[0] is not judges[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(schema=roots, drawn=st.lists(documents, min_size=4, max_size=4))
 def test_the_rewritten_schema_allows_the_same_documents(schema, drawn):

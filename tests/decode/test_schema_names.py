@@ -104,6 +104,7 @@ objects = st.fixed_dictionaries({}, optional={
 })  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(schema=objects | st.builds(lambda one, other: one | {"allOf": [other]}, objects, objects))
 def test_patterns_and_properties_that_overlap_are_exact_or_refused(schema):

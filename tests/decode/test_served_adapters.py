@@ -80,6 +80,7 @@ def names(http):
     return [card["id"] for card in http.get("/v1/models").json()["data"]]
 
 
+@pytest.mark.slow
 def test_each_text_comes_from_the_adapter_that_the_request_names(home, server):
     paths = {None: "base", "base": "base", "one": "allowed/one", "team/two": "allowed/two"}
     answers: dict = {}

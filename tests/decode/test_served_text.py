@@ -32,6 +32,7 @@ def events(server, path, **fields):
     return [json.loads(line)["choices"][0] for line in lines[:-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [True, False])
 def test_text_is_what_decoding_all_tokens_gives(server, skip):
     tokenizer = server.tokenizer

@@ -68,6 +68,7 @@ def drawn(form, grammar, seed, length=400):
     return text, False
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(TEMPLATES)), st.sampled_from(CHOICES), st.booleans(), st.integers(0, 10**6))
 def test_every_call_that_can_be_written_follows_its_schema(form, choice, parallel, seed):
@@ -105,6 +106,7 @@ def test_what_the_template_writes_may_be_written(form, count):
     assert [bool(allowed[place, token]) for place, token in enumerate([*ids, end])] == [True] * (len(ids) + 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_would_damage_a_call_cannot():
     damaged = '<tool_call>\n{"name": "walk", "arguments": {"n": "three", "unit": "m"}}\n</tool_call>'
     with calling_server("hermes", slots=1) as server:

@@ -159,6 +159,7 @@ def described(output):
     ]
 
 
+@pytest.mark.slow
 def test_a_response_has_items_and_its_stream_tells_of_each(hermes):
     server, client = hermes
     server.model.answers = [ANSWERS["hermes"], "Yes."]

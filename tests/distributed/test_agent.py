@@ -89,6 +89,7 @@ class Running:
         return f"it ended with {self.process.poll()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "goes_on"), [
     (f"{join.OWN_RUN}999999999", False),
     (f"{join.OWN_RUN}{{this process}}", True),

@@ -31,6 +31,7 @@ def failing(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_workers_are_not_started_again_after_what_the_user_has_to_mend(failing, capfd, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     (failing / "temporary").mkdir()

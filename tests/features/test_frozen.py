@@ -181,6 +181,7 @@ def differing():
         return str(error)
 
 
+@pytest.mark.slow
 def test_fsdp_shards_a_teacher_and_ranks_must_have_the_same_one(tmp_path):
     with Pool(2, timeout=60) as pool:
         for kinds, losses in pool.call(sharded, folder=str(tmp_path)):

@@ -39,6 +39,7 @@ class TestSmooth(FeatureSuite):
     partners: ClassVar = PARTNERS
 
 
+@pytest.mark.slow
 class TestShardedState(FeatureSuite):
     feature = ShardedState()
     ranks: ClassVar = (2,)

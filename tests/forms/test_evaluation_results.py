@@ -115,6 +115,7 @@ def gathered_on_ranks(cases):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_gathered_rows_have_the_order_of_the_data_set(ranks):
     cases = [(1, 1), (2, 4), (3, 1), (7, 2), (8, 3), (10, 1)]
@@ -134,6 +135,7 @@ def test_rows_that_are_not_one_for_each_sample_are_refused():
 # -- the best of any metric --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_model_is_that_of_the_metric_and_its_direction(tmp_path):
     settings = {"evaluate": f"{HERE}:shrinking", "evaluate_every": 1, "save_best": True, "best_metric": "score"}
     for mode in ("min", "max"):

@@ -136,6 +136,7 @@ def test_samples_of_two_lengths_without_a_function_are_refused_in_one_line(tmp_p
     assert "run.collate" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_check_predicts_the_memory_of_such_batches(tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text(tomli_w.dumps({"run": RUN | {"folder": str(tmp_path / "run")}} | TABLES))
@@ -159,6 +160,7 @@ def test_somebody_elses_functions_are_not_imported(tmp_path, capsys):
     assert "run.forward: no.such:one" in shown and "run.collate: no.such:other" in shown
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_pruned_by_the_inputs_of_its_own_samples(tmp_path):
     train(run(tmp_path / "run"), World())
     arguments = ["--method", "wanda", "--samples", "16", "--layers", "layers.*"]
@@ -195,6 +197,7 @@ def some(samples: int = 64, seed: int = 0, *, held_out: bool = True):
     return (train, two_towers.Pairs(11, 1)) if held_out else train
 
 
+@pytest.mark.slow
 def test_the_function_of_the_data_gets_its_arguments(tmp_path, capsys):
     tables = TABLES | {"data": {"arguments": {"samples": 24, "held_out": False}}}
     result = train(run(tmp_path / "run", tables, data=f"{__name__}:some"), World())

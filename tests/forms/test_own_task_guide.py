@@ -43,6 +43,7 @@ def test_the_pairs_are_found(project):
     assert main(["check", "task.toml"]) == 0
 
 
+@pytest.mark.slow
 def test_both_networks_learn_with_settings_of_their_own(project):
     """The discriminator alone stays apart: without the detached parameters it would train for the generator."""
     assert main(["train", "gan.toml", "--folder", "run"]) == 0

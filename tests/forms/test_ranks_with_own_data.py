@@ -34,6 +34,7 @@ def on_ranks(folder, tables, stop_after=0, **settings):
     return {"seen": clients.SEEN, "metrics": {name: metrics.get(name) for name in ("held_out_loss", "rows", "owners")}}
 
 
+@pytest.mark.slow
 def test_each_rank_takes_its_own_samples_once_an_epoch(tmp_path):
     """10 steps of 2 samples a rank: three epochs of 6 samples and two of the second rank's 10."""
     with Pool(2, timeout=100) as pool:
@@ -57,6 +58,7 @@ def test_each_rank_takes_its_own_samples_once_an_epoch(tmp_path):
 LOCAL_STEPS = pytest.param({"comm": {"localsgd": {"every": 2}}}, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [{}, LOCAL_STEPS], ids=["ddp", "local steps"])
 def test_a_run_resumes_bitwise_on_as_many_ranks_and_no_others(tmp_path, features):
     tables = TABLES | features
@@ -75,6 +77,7 @@ def test_a_run_resumes_bitwise_on_as_many_ranks_and_no_others(tmp_path, features
         pool.call(on_ranks, folder=str(tmp_path / "parts"), tables=tables, resume=True, steps=14)
 
 
+@pytest.mark.slow
 def test_an_epoch_is_one_of_the_longest_data(tmp_path, capsys):
     path = tmp_path / "run.toml"
     document = {"run": RUN | {"epochs": 2.0, "folder": str(tmp_path / "run")}} | TABLES
@@ -94,6 +97,7 @@ def refused(tables, **settings):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_lengths_that_differ_are_refused_unless_they_are_declared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     undeclared = {"data": {}} | {name: table for name, table in TABLES.items() if name != "data"}

@@ -193,6 +193,7 @@ def test_the_evaluation_of_the_guide_makes_a_table(tmp_path, monkeypatch):
     assert row["head"] == ["class", "share"] and min(shares) <= errors <= max(shares)
 
 
+@pytest.mark.slow
 def test_the_readmes_script_is_refused_where_its_ranks_do_not_join(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "script.py"

@@ -23,6 +23,7 @@ def test_one_rank_resumes_bit_for_bit(tmp_path, workers, accumulate):
     check(json.loads(json.dumps(through)), json.loads(json.dumps(again)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [f"{s} workers={w} accumulate={a}" for s, w, a in scenarios.CASES])
 def test_two_ranks_resume_bit_for_bit(two_ranks, case):
     check(**two_ranks["resumes"][case])

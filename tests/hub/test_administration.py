@@ -79,6 +79,7 @@ def test_a_hub_is_not_served_to_others_without_tls(tmp_path, capsys, options, sa
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_link_of_an_administrator_works_once_and_again_for_a_forgotten_password(server):
     grace = Visitor(server.port)
     link = add_person(server.folder, "grace")
@@ -89,6 +90,7 @@ def test_the_link_of_an_administrator_works_once_and_again_for_a_forgotten_passw
     assert grace.get("/account").text.count("Sign in") > 0  # the new password has ended the other session
 
 
+@pytest.mark.slow
 def test_a_deactivated_person_is_signed_out_and_cannot_sign_in(server):
     joan = Visitor(server.port)
     joan.set_password(add_person(server.folder, "joan"), "joan")
@@ -98,6 +100,7 @@ def test_a_deactivated_person_is_signed_out_and_cannot_sign_in(server):
     assert "there is no person `nobody`" in hub("deactivate", server.folder, "--person", "nobody").stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_fails_to_sign_in_has_to_wait(configured, monkeypatch):
     from django.test import Client
 
@@ -118,6 +121,7 @@ def test_owners_see_what_was_done_in_their_project(ada, project):
     assert "<td>invite</td>" in text and "<td>ada</td>" in text
 
 
+@pytest.mark.slow
 def test_a_name_that_cannot_be_is_refused(tmp_path):
     done = hub("person", tmp_path / "hub", "--person", "a b\n")
     assert done.returncode == 2 and "cannot be a name" in done.stderr

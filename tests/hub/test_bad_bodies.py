@@ -71,6 +71,7 @@ def asked(server, project, ada):
     connection.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     route=st.sampled_from(ROUTES),

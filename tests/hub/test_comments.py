@@ -39,6 +39,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_comments_are_text(configured):
     lab = Lab("hostile")
     client = signed_in(lab.people["writer"])

@@ -35,6 +35,7 @@ lines = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.lists(lines, max_size=30), st.integers(0, 10), st.randoms())
 def test_a_log_in_pieces_reads_as_the_report_reads_the_file(new_run, tmp_path_factory, lines, rewritten, draw):

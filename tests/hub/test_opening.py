@@ -70,6 +70,7 @@ def page_of(lines, token, texts):
     return "".join(item if isinstance(item, str) else token if item < 0 else texts[item] for item in items)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbered", [True, False])
 def test_what_is_put_together_is_the_page(sides, owner, numbered):
     from shoestring_hub.server.configure import Opening

@@ -64,6 +64,7 @@ def remove(owner, project, name):
     assert f"<b>{name}</b>" not in owner.post(form[1], role="").text
 
 
+@pytest.mark.slow
 def test_the_worker_opens_the_same_pages_under_the_same_policy_and_their_forms_are_accepted(browser, server, project):
     read = """fetch(location.href).then((answer) => answer.text()).then((text) => {
       const page = new DOMParser().parseFromString(text, "text/html");
@@ -91,6 +92,7 @@ def test_the_worker_opens_the_same_pages_under_the_same_policy_and_their_forms_a
     assert [one["exceptionDetails"] for one in browser.problems if "exceptionDetails" in one] == []
 
 
+@pytest.mark.slow
 def test_a_page_that_was_fetched_ahead_is_not_shown_after_the_role_is_lost(browser, ada, project):
     address = hover(browser, FIRST)
     remove(ada, project, f"reader-{project}")
@@ -145,6 +147,7 @@ def test_nothing_is_shown_after_the_session_was_ended_elsewhere(browser, reader)
     until(lambda: browser.value(STORED) == [])
 
 
+@pytest.mark.slow
 def test_nothing_stays_after_signing_out_not_even_for_the_back_button(browser, server, project):
     address = hover(browser, FIRST)
     browser.click(FIRST)

@@ -58,6 +58,7 @@ def findings(browser):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not AXE.exists(), reason="npm did not install axe-core")
 def test_axe_sees_a_fault(ada, server):
     with signed_in(ada) as browser:
@@ -66,6 +67,7 @@ def test_axe_sees_a_fault(ada, server):
         assert [name for name, _ in findings(browser)] == ["label"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_page_fits_in_light_and_dark(lab, ada, server, size):
     with signed_in(ada, size) as browser:
@@ -82,6 +84,7 @@ def test_every_page_fits_in_light_and_dark(lab, ada, server, size):
         assert browser.cut() == [] == findings(browser)
 
 
+@pytest.mark.slow
 def test_the_table_is_sorted_filtered_and_compared_by_keyboard(lab, project, ada, server):
     with signed_in(ada) as browser:
         opened(browser, f"{server.address}/{project}/")
@@ -99,6 +102,7 @@ def test_the_table_is_sorted_filtered_and_compared_by_keyboard(lab, project, ada
         assert "where=name" in browser.value("location.search")
 
 
+@pytest.mark.slow
 def test_the_report_runs_in_a_sandbox_without_cookies_and_network(project, ada, server, tmp_path):
     folder = write_run(tmp_path / "run", files=0)
     (folder / "report.html").write_text(
@@ -118,6 +122,7 @@ def test_the_report_runs_in_a_sandbox_without_cookies_and_network(project, ada, 
         browser.until("document.querySelector('iframe').contentDocument === null")  # of another origin
 
 
+@pytest.mark.slow
 def test_an_open_page_gains_what_a_run_logs(project, ada, server, tmp_path):
     folder = write_run(tmp_path / "run", steps=60, files=0)
     push(folder)
@@ -143,6 +148,7 @@ def test_an_open_page_gains_what_a_run_logs(project, ada, server, tmp_path):
         assert browser.value("data.runs[0].step.at(-1)") == 90
 
 
+@pytest.mark.slow
 def test_colours_that_were_chosen_stay_on_the_next_page(lab, ada, server):
     with signed_in(ada) as browser:
         opened(browser, f"{server.address}/")

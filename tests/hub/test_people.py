@@ -300,6 +300,7 @@ def test_what_a_hub_had_before_the_search_is_found_as_well(tmp_path):
     assert upgraded(tmp_path / "hub") == "1 1\n"
 
 
+@pytest.mark.slow
 def test_search_and_feed_at_a_hub(server, ada, project, tmp_path):
     from shoestring_hub.client.push import push
     from tests.rigs.hub.folders import write_run

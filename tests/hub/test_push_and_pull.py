@@ -18,6 +18,7 @@ from tests.rigs.hub.folders import contents, rows, write_run
 from tests.small_runs import write_run_file, write_texts
 
 
+@pytest.mark.slow
 def test_a_pulled_run_is_the_folder_that_was_pushed(project, tmp_path):
     folder = write_run(tmp_path / "runs" / "small")
     outcome = push(folder, checkpoints=True)

@@ -37,6 +37,7 @@ def numbers(project, **view):
     return [run.number for run in table.select(project, table.View(**view))]
 
 
+@pytest.mark.slow
 def test_runs_without_a_number_come_last_whichever_way_it_is_sorted(project):
     assert numbers(project, sort="metric.loss", descending=False) == [7, 4, 3, 2, 1, 6, 5]
     assert numbers(project, sort="metric.loss", descending=True)[:5] == [1, 2, 4, 3, 7]

@@ -69,6 +69,7 @@ def chosen(search, gib, **settings):
     return with_choice(search.run, search.world, budget, choice), choice
 
 
+@pytest.mark.slow
 def test_what_fits_as_it_is_stays_so(search):
     fitted, budget = chosen(search, 1.0)
     assert fitted.settings.accumulate == 1 and not any(isinstance(each, Recompute) for each in fitted.features)
@@ -143,6 +144,7 @@ def test_the_run_stays_below_it(run_file, search, tmp_path, workers):
     assert "GiB at the peak of a rank" in (tmp_path / "summary.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_least_that_would_do_is_said(run_file, capsys):
     assert main(["check", str(run_file), "--memory.budget.gib", "0.0001", "--memory.budget.allow", "[]"]) == 2
     assert "cannot be met: a rank takes at least" in capsys.readouterr().err
@@ -172,6 +174,7 @@ def test_levels_are_the_best_at_their_bytes():
         assert level.seconds == pytest.approx(best)
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_block_are_those_that_run_again():
     with torch.device("meta"):
         model = tiny(vocab_size=512)

@@ -220,6 +220,7 @@ def test_the_report_says_how_much_was_late():
     assert "% of the elements one step late" in Offload(late=0.6).reduction(job.trace).cost
 
 
+@pytest.mark.slow
 def test_a_prediction_counts_the_state_of_what_is_late_and_the_second_buffers():
     with torch.device("meta"):
         outline = tiny(vocab_size=64)

@@ -210,6 +210,7 @@ def test_bad_settings_are_refused(settings, said):
         attached(nn.Sequential(nn.Linear(2, 2)), ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", [False, True])
 def test_code_compiled_before_the_feature_was_attached_is_said_to_offload_nothing(caplog, reset):
     model = small()

@@ -36,6 +36,7 @@ def said(capsys, *arguments):
     return lines, next((line for line in lines if "memory.budget  (" in line), "")
 
 
+@pytest.mark.slow
 def test_a_resolved_file_is_chosen_for_again(run_file, tmp_path, capsys):
     lines, _ = said(capsys, "check", run_file)
     resolved = tmp_path / "resolved.toml"

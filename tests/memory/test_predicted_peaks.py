@@ -49,6 +49,7 @@ def test_the_prediction_is_the_peak(name, accumulate):
     assert predicted.peak == pytest.approx(peak, rel=0.01), (predicted.window.by_kind(), name)
 
 
+@pytest.mark.slow
 def test_what_the_recipe_for_fine_tuning_takes_is_predicted_for_a_model_of_transformers():
     transformers = pytest.importorskip("transformers")
     shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -59,6 +59,7 @@ def prediction(tmp_path, ranks, features, **settings):
     return saved_memory.predict_savings(load(str(write_run_file(tmp_path / "run.toml", tables))), ranks)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_feature_has_what_takes_its_place(tmp_path):
     saved = prediction(tmp_path, 2, {"zero": {}})
     ddp = prediction(tmp_path, 2, {})

@@ -55,6 +55,7 @@ def run(tmp_path, folder="run", **run_settings):
     assert ForkedProcess(run_command, arguments).join(120) == 0  # of its own: no other model is in it
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_peak_in_its_report_and_compare_says_what_changed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run(tmp_path)

@@ -24,6 +24,7 @@ def stored(home):
     return file
 
 
+@pytest.mark.slow
 def test_an_observation_is_stored_and_a_damaged_one_is_made_again(home):
     model = zoo.build("gpt2")
     first = observe(model)

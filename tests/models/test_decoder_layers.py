@@ -86,6 +86,7 @@ def check(model, passes, most):
         assert apart(ours, exact) < 1.5 * apart(theirs, exact) + 0.02
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     shape=st.fixed_dictionaries(
@@ -334,6 +335,7 @@ def test_what_is_not_finite_stays():
     assert logits[0].isfinite().all() and logits[1].isnan().all() and not logits[2].isfinite().any()
 
 
+@pytest.mark.slow
 def test_a_model_is_freed_with_its_adapters():
     model = gpt()
     adapter, gone = adapt(model), weakref.ref(model)

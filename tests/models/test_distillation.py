@@ -136,6 +136,7 @@ def test_all_words_of_a_teacher_are_its_logits_and_narrow_numbers_lose_little():
         distillation_loss(logits(1)[:3], top)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["kl", "tv"])
 def test_a_teachers_optimum_is_the_teacher(objective):
     """Dividing by the mass of the likeliest words has another one: no mass on any other word."""

@@ -114,6 +114,7 @@ def test_a_contiguous_part_of_a_fused_layer_is_refused(name):
         model(torch.zeros(1, 4, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_a_model_is_outlined_without_torchs_compiler():
     """Importing it takes a second of every start of a server."""
     program = (

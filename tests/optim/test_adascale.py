@@ -282,6 +282,7 @@ LOSSY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXACT, ids=lambda each: "-".join(feature.name for feature in each))
 def test_the_same_batch_on_both_ranks_gains_nothing(exchange, request):
     """What both ranks see alike is no noise, whatever sends it: the gain is 1, but for the rounding of a quotient."""

@@ -79,6 +79,7 @@ def test_an_element_far_below_its_block_makes_no_wild_step():
     assert float(parameter.detach().abs().max()) < 0.3
 
 
+@pytest.mark.slow
 def test_a_model_learns_as_well():
     def trained(kind):
         torch.manual_seed(0)

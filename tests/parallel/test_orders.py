@@ -34,6 +34,7 @@ def replayed(every, parts):
     return done
 
 
+@pytest.mark.slow
 def test_each_pass_runs_once_behind_what_it_needs():
     for stages, chunks, micro, schedule, ahead, training, first in CASES:
         every = orders(stages, chunks, micro, schedule, ahead, training, first)

@@ -28,6 +28,7 @@ def test_two_ranks_train_what_one_process_does(pools, model, settings):
     same(pools[2].call(pipelines.train, model=model, tensor=settings), pipelines.train(model=model))
 
 
+@pytest.mark.slow
 def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
     wanted = pipelines.train(model="grouped", beside="clip")
     same(pools[4].call(pipelines.train, model="grouped", beside="clip", tensor={"ways": 2}), wanted)
@@ -48,6 +49,7 @@ def test_all_models_train_what_one_process_does(pools, model, beside):
         same(pools[4].call(pipelines.train, tensor={"ways": 2}, over=over, **arguments), wanted)
 
 
+@pytest.mark.slow
 def test_ranks_that_drew_other_weights_begin_with_those_of_the_first(pools):
     results = pools[2].call(pipelines.train, tensor={}, seeds=[0, 1])
     same(results, pipelines.train())

@@ -34,6 +34,7 @@ def test_a_step_is_that_of_one_process(pools, kind, beside, seed):
         same(pools[4].call(split_ranks.train, kind=kind, seed=seed, beside=beside), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["placed", "parted"])
 def test_what_one_split_has_saved_another_resumes(pools, tmp_path, kind, seed):

@@ -42,11 +42,13 @@ def test_two_stages_train_what_one_process_does(pools, model, settings):
     same(pools[2].call(pipelines.train, model=model, pipeline=settings), pipelines.train(model=model))
 
 
+@pytest.mark.slow
 def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
     wanted = pipelines.train(beside="clip")
     same(pools[4].call(pipelines.train, beside="clip", pipeline={"stages": 2}), wanted)
 
 
+@pytest.mark.slow
 def test_all_stages_skip_the_step_in_which_the_gradients_of_one_overflow(pools):
     wanted = pipelines.train(beside="fp16")
     results = pools[2].call(pipelines.train, beside="fp16", pipeline={})
@@ -163,6 +165,7 @@ def weights_alive(model: str):
         return [*attachments_of(job).trained], [name for name, one in references.items() if one() is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tied", "untied", "llama"])
 def test_a_stage_holds_no_weights_of_others(pools, model):
     for trained, alive in pools[2].call(weights_alive, model=model):

@@ -76,11 +76,13 @@ def test_the_parts_of_a_gpt_are_the_whole(tied):
         assert "forward" not in vars(model.blocks[0])  # nothing stays patched
 
 
+@pytest.mark.slow
 def test_blocks_of_equal_shapes_are_measured_once():
     with measured(GPT(GPTConfig(**SHAPE)), tokens) as (costs, _):
         assert costs.blocks[0] == costs.blocks[2]
 
 
+@pytest.mark.slow
 def test_optimizer_state_is_what_the_optimizer_holds():
     wide = SHAPE | {"dim": 128, "hidden": 256}  # small tensors keep their precision
     with measured(GPT(GPTConfig(**wide)), tokens, features=[AdamW8bit()]) as (costs, _):
@@ -125,6 +127,7 @@ def images(size):
     return {"inputs": torch.randn(size, 17), "targets": torch.arange(size) % 5}
 
 
+@pytest.mark.slow
 def test_blocks_may_return_another_shape_than_they_get():
     with measured(Widening(), images) as (costs, _):
         assert costs.hidden == (17 * 4, 9 * 4, 5 * 4)
@@ -159,6 +162,7 @@ def planned_like(model, features, world):
     return attachments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [AdamW, AdamW8bit])
 @pytest.mark.parametrize("tied", [True, False])
 def test_fake_tensors_have_the_sizes_that_are_measured(tied, optimizer):

@@ -67,6 +67,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_recipe_learns_which_answer_is_better(base, tmp_path):
     data = write(tmp_path / "pairs.jsonl", pairs(200))
     assert train(base, data, tmp_path / "run", steps=30) == 0

@@ -45,6 +45,7 @@ def datasets(folder, drawn):
     return PreferenceDataset(path, SEQUENCE, shared=True), PreferenceDataset(path, SEQUENCE)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(records())
 def test_each_answer_sees_its_prompt_and_itself(tmp_path_factory, drawn):

@@ -191,6 +191,7 @@ REAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", REAL, ids=lambda module: module.__name__)
 def test_in_torchs_own_references_formulas_are_found_under_their_names_and_no_others(module):
     text = Text.of(inspect.getsource(module))

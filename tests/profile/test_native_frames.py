@@ -50,6 +50,7 @@ def own_of(tree, label):
     return sum(int(tree.own[node]) for node in range(len(tree)) if tree.label(node) == label)
 
 
+@pytest.mark.slow
 def test_operators_give_their_own_time_to_native_functions_and_nothing_is_lost(profile):
     tree = profile.tree
     whole = without_native(tree)
@@ -137,6 +138,7 @@ def test_a_fork_and_a_second_profile_go_on():
     assert not (plainly.profile.tree.kind == NodeKind.NATIVE).any()
 
 
+@pytest.mark.slow
 def test_no_timer_outlives_a_profile():
     """The first timer of a process has the number 0, so it is looked for in a new process."""
     program = (
@@ -194,6 +196,7 @@ def test_names_are_shown_without_types(name, short):
     assert plain(name) == short
 
 
+@pytest.mark.slow
 def test_beyond_the_most_stacks_only_operators_are_known(monkeypatch):
     monkeypatch.setattr(native_frames, "MOST", 1)
     with profiled(native_frames=True) as result:

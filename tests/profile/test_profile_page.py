@@ -46,6 +46,7 @@ def pick(browser, value):
     browser.value(f"void document.querySelector('input[value={value}]').click()")
 
 
+@pytest.mark.slow
 def test_boxes_are_as_wide_as_the_time_they_took_in_every_shape(tmp_path, browser):
     opened(browser, page.write(small(), tmp_path / "p.html"))
     width = browser.value("flame.figure.clientWidth")

@@ -216,6 +216,7 @@ print(code)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_its_parents_profile_alone_and_may_have_one_of_its_own(tmp_path):
     from shoestring.profile import load
 
@@ -247,6 +248,7 @@ def holds_the_lock_then_lets_go(seconds):
     return alone
 
 
+@pytest.mark.slow
 def test_a_line_that_keeps_the_interpreters_lock_has_its_own_time():
     line = holds_the_lock_then_lets_go.__code__.co_firstlineno + 5
     with profiled() as result:

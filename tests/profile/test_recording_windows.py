@@ -70,6 +70,7 @@ def run(seed, steps=600, stepping=True, known=0.4, beginning=0.0, **how):
     return program, windows, totals, variances
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stepping", [True, False])
 def test_estimates_have_no_bias_and_their_intervals_cover(stepping):
     inside, off = [], []
@@ -178,6 +179,7 @@ def test_steps_are_timed_and_many_are_joined(monkeypatch):
     assert clock[-1].resident > 1 << 20
 
 
+@pytest.mark.slow
 @natively
 def test_garbage_collection_is_noted_with_its_line():
     import gc

@@ -178,6 +178,7 @@ names = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"
 values = st.one_of(st.none(), st.text(max_size=10), st.floats(), st.integers(), st.booleans())
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(names, values, max_size=3), min_size=1, max_size=4))
 def test_any_rows_are_written_and_read_back(tmp_path_factory, made):
     folder = tmp_path_factory.mktemp("rows")

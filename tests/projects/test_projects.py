@@ -100,6 +100,7 @@ print(type(load_model("run")[0]).__name__, {package!r} in sys.modules)
     assert done.returncode == 0 and done.stdout.split() == ["Linear", "True"], done.stderr
 
 
+@pytest.mark.slow
 def test_several_ranks_find_the_project(elsewhere):
     source = project(elsewhere / "project", "task_ranks")
     assert main(["train", str(source), "--folder", "run", "--workers", "2"]) == 0

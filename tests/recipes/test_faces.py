@@ -27,6 +27,7 @@ def draws(seed):
 # -- faces -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_faces_are_aligned_and_as_many_as_people():
     faces = crops.faces()
     assert faces.shape == (crops.PEOPLE, crops.SIZE, crops.SIZE) and faces.min() >= 0 and faces.max() <= 1
@@ -189,6 +190,7 @@ def test_cosines_of_nothing_are_nothing():
     assert np.allclose(classical.cosines(rows, rows), [[0, 0], [0, 1]])
 
 
+@pytest.mark.slow
 def test_every_pair_of_description_and_classifier_learns():
     _, held_out = people.data(0, 1, 2, 8)
     judged = contest.classical(held_out, 120)

@@ -25,6 +25,7 @@ def trained(tmp_path_factory):
     return train_toy(tmp_path_factory, "faces", *TOY)
 
 
+@pytest.mark.slow
 def test_the_report_has_figures_tables_and_a_picture_of_each_kind(trained):
     from shoestring_recipes.faces.occluders import KINDS
 
@@ -36,6 +37,7 @@ def test_the_report_has_figures_tables_and_a_picture_of_each_kind(trained):
     assert all(words in page for words in ("LBP + bagging", "Recall by what covers", "Fisherfaces"))
 
 
+@pytest.mark.slow
 def test_photos_of_all_forms_are_read_and_others_are_named(trained, tmp_path):
     photos = tmp_path / "photos"
     coloured = astronaut()[:260, 100:360]

@@ -116,6 +116,7 @@ def test_an_image_has_the_texture_of_its_swatch_somewhere():
     assert len(samples) == 8
 
 
+@pytest.mark.slow
 def test_two_styles_are_never_taught():
     train, test = task.data(held_out=16)
     assert len(train) == 60_000 and len(test) == 16 and len(UNTAUGHT) == 2

@@ -25,6 +25,7 @@ def last(folder):
     return [row for row in map(json.loads, (folder / "metrics.jsonl").open()) if "distance" in row][-1]
 
 
+@pytest.mark.slow
 def test_the_report_has_distances_and_a_page_of_each_style(trained):
     row = last(trained)
     assert row["distance"] > row["distance_real"] >= 0 and 0 <= row["diversity"] < 1 and 0 < row["diversity_real"] < 1
@@ -41,6 +42,7 @@ def test_both_networks_have_rates_of_their_own(trained):
     assert "discriminator.*" in text and "lr_scale" in text
 
 
+@pytest.mark.slow
 def test_drawings_become_pictures_in_files(trained, tmp_path):
     drawings = tmp_path / "drawings"
     drawings.mkdir()
@@ -59,6 +61,7 @@ def test_drawings_become_pictures_in_files(trained, tmp_path):
     assert len(list((tmp_path / "made").iterdir())) == 2 * 16
 
 
+@pytest.mark.slow
 def test_photos_with_masks_train_and_masks_become_pictures(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for name in ("photos", "masks", "styles"):

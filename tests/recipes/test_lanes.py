@@ -286,6 +286,7 @@ def test_the_network_looks_at_contrast_and_not_at_light():
     assert task.forward(model.train(), {"inputs": image, "lanes": torch.zeros(1, 6, roads.HEIGHT)}).requires_grad
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_one_line():
     code = (
         "import sys; sys.modules['skimage'] = None\nfrom shoestring.cli import main; sys.exit(main(['check', 'lanes']))"

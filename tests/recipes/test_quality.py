@@ -28,6 +28,7 @@ def ladders():
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_37_photos_are_split_by_photo_and_two_kinds_are_held_out(ladders):
     assert len(photos.photos()) == 37
     taught, held_out = ladders
@@ -116,6 +117,7 @@ def test_scores_that_are_no_numbers_are_refused():
         measures.ordered_pairs(np.array([[1.0, np.nan]]))
 
 
+@pytest.mark.slow
 @given(arrays(float, st.integers(0, 30), elements=st.floats(-3, 3)), st.integers(0, 99))
 def test_agreement_is_bounded_and_that_of_scipy(values, seed):
     quality = np.random.default_rng(seed).normal(size=len(values))
@@ -195,6 +197,7 @@ def test_local_contrast_is_brisques_and_takes_flat_pictures():
     assert flat.isfinite().all() and flat[:, 1].abs().max() < 1e-2
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone_keeps_the_features_of_its_run(tmp_path, ladders):
     from shoestring.core.world import World
     from shoestring.run import parse

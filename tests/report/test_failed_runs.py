@@ -95,6 +95,7 @@ def test_a_process_that_was_killed_is_found_by_the_next_start(run_file):
     assert "<dt>After step</dt><dd>3</dd>" in why(text) and list(curve(text)) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_an_end_is_an_end_again_after_a_failure_and_the_page_lists_the_starts(run_file):
     with pytest.raises(ValueError, match="out of range"):
         main(["train", str(run_file("raises"))])

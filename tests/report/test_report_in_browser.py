@@ -116,6 +116,7 @@ def test_without_the_policy_the_same_page_would_ask(whole, tmp_path):
     assert asked == {"http://tracker.example/x.png"} and 'data-pwned="yes"' in dom
 
 
+@pytest.mark.slow
 def test_each_curve_has_its_colour_and_can_be_hidden(whole, tmp_path):
     said = driven(
         report.write(whole.path),
@@ -130,6 +131,7 @@ def test_each_curve_has_its_colour_and_can_be_hidden(whole, tmp_path):
     assert said == [[True, True], [True, False, "false"], [True, True]]
 
 
+@pytest.mark.slow
 def test_dragging_zooms_every_chart_and_the_button_shows_the_whole_run(whole, tmp_path):
     said = driven(
         report.write(whole.path),

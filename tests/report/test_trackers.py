@@ -144,6 +144,7 @@ def test_a_sink_named_twice_is_refused():
         run.load("quickstart", ["--sinks", '["wandb", "wandb"]'])
 
 
+@pytest.mark.slow
 def test_a_run_writes_to_a_sink_of_ones_own(tmp_path):
     (tmp_path / "text.txt").write_text("words of a small corpus\n" * 3000)
     (tmp_path / "run.toml").write_text(

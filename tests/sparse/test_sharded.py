@@ -42,6 +42,7 @@ def test_masks_and_losses_are_those_of_one_process(pool, feature):
     assert one["masks"] or one["scales"]
 
 
+@pytest.mark.slow
 def test_on_sparse_units_losses_are_those_of_one_process(pool):
     """Each rank packs what FSDP has gathered for a pass, and forgets it."""
     arguments = {"feature": encode(TSRSTE(layers=LAYERS, refresh=2, calibrate=0.0, tail=0.0)), "steps": 6}

@@ -327,6 +327,7 @@ def test_attach_refuses_what_does_not_fit():
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature",
     [

@@ -86,6 +86,7 @@ def test_a_kill_before_any_act_leaves_the_folder_and_a_users_files(tmp_path):
     assert number > 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exchanging")
 def test_who_opens_a_model_finds_it_after_a_kill_between_two_renames(tmp_path):
     save_model(torch.nn.Linear(2, 2), None, tmp_path / "run/model", MADE_BY)

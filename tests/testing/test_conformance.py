@@ -54,6 +54,7 @@ class TestFSDP(FeatureSuite):
     clashes: ClassVar = {"comm.bf16": "nothing is left to exchange"}
 
 
+@pytest.mark.slow
 class TestPipeline(FeatureSuite):
     feature = Pipeline()
     returns_model = False
@@ -63,6 +64,7 @@ class TestPipeline(FeatureSuite):
     }
 
 
+@pytest.mark.slow
 class TestTensor(FeatureSuite):
     feature = Tensor(columns=("blocks.*.up",), rows=("blocks.*.down",), gathered=("head", "embedding"))
     returns_model = False

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tools import names
 
 
@@ -15,5 +17,6 @@ def test_a_class_name_is_defined_once(tmp_path: Path, capsys):
     assert names.main([str(tmp_path)]) == 0
 
 
+@pytest.mark.slow
 def test_this_package_keeps_it():
     assert list(names.faults(Path(__file__).parents[2])) == []

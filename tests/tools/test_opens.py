@@ -62,5 +62,6 @@ def test_an_exemption_that_is_not_needed_any_more_is_named(tmp_path: Path, capsy
     assert "which opens nothing" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_this_package_keeps_it():
     assert list(opens.faults(Path(__file__).parents[2])) == []

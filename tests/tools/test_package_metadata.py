@@ -28,6 +28,7 @@ def wheel(tmp_path_factory):
         return email.message_from_bytes(file.read(name))
 
 
+@pytest.mark.slow
 def test_the_readme_of_a_package_has_no_link_that_leads_nowhere(wheel):
     targets = re.findall(r"\]\(([^)\s]+)\)", wheel.get_payload())
     assert all(target.startswith(("https://", "#")) for target in targets)

@@ -173,6 +173,7 @@ def on_two_ranks(folder, features):
     return {"status": result.status, "held_out": result.metrics["held_out_loss"], "hits": result.metrics["hits"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [{}, {"parallel": {"fsdp": {}}}], ids=["ddp", "fsdp"])
 def test_ranks_stop_together_and_keep_one_best_model(tmp_path, features):
     with Pool(2, timeout=100) as pool:

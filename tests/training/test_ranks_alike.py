@@ -52,6 +52,7 @@ def pool():
         yield pool
 
 
+@pytest.mark.slow
 def test_every_key_that_differs_is_named_with_both_values(pool, tmp_path):
     document = {
         "run": {"steps": 4, "batch": 8, "data": write_texts(tmp_path / "texts"), "folder": str(tmp_path / "run")},

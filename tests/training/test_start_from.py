@@ -68,6 +68,7 @@ def state(folder):
     return load_model(folder)[0].state_dict()
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_weights_and_with_the_tokenizer(first, tmp_path):
     again = run(tmp_path / "second", str(first), data={"tokenizer": "model"})
     train(again, World())
@@ -122,6 +123,7 @@ def test_the_origin_of_a_model_is_what_is_in_its_folder(first, tmp_path):
     assert state(tmp_path / "copy").keys() == state(first).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slorb", [0, 4])
 def test_the_checkpoint_of_a_sparse_model_is_exported_as_the_run_does(first, tmp_path, slorb):
     tables = {"ast": {"layers": ["*"], "slorb": slorb}}

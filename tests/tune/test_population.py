@@ -108,6 +108,7 @@ def test_a_member_is_replaced_once(tmp_path):
     assert (fork.state, fork.parent, fork.rung, fork.forked) == ("ready", 1, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pbt", "pb2"])
 def test_a_population_runs_to_its_end_and_forks_continue_their_parents(tmp_path, method):
     steps, every = 60, 15
@@ -137,6 +138,7 @@ def lineage_value(folder, trials, trial, until):
     return state
 
 
+@pytest.mark.slow
 def test_nothing_starts_when_the_budget_of_hours_is_used_up_and_the_best_ends(tmp_path):
     url = f"sqlite:///{tmp_path / 'store.db'}"
     worker = toy_worker.build(

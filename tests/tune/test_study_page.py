@@ -101,6 +101,7 @@ def test_progress_is_a_line_for_each_trial_that_ends():
     assert "held_out_loss" in ending(record, record.done[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("schedule", [Halving(first=50), Population(size=8, every=50)], ids=["halving", "population"])
 def test_a_browser_draws_the_page_in_light_and_dark(tmp_path, schedule):

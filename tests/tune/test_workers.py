@@ -90,6 +90,7 @@ def test_a_preempted_trial_is_saved_and_given_back(tmp_path):
     assert trial.step == int(log.read_text().split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("began", [True, False])
 def test_a_trial_that_others_ask_to_stop_has_not_failed(tmp_path, began):
     """Slurm signals all processes of a job: the trial may have saved and ended before its worker looks at it."""
@@ -111,6 +112,7 @@ def test_a_trial_that_others_ask_to_stop_has_not_failed(tmp_path, began):
     assert len((tmp_path / "trial-0" / "steps.log").read_text().split()) == 200, "no step is repeated"
 
 
+@pytest.mark.slow
 def test_successive_halving_continues_the_best_trials_from_their_checkpoints(tmp_path):
     worker = toy_worker.build(url_of(tmp_path), tmp_path, 4, 20.0, 20, 0.02, schedule=Halving(first=5, factor=2))
     worker.run()
@@ -137,6 +139,7 @@ def test_an_objective_never_written_fails_and_says_what_was(tmp_path):
     assert published(worker) == {"FAIL": 1}
 
 
+@pytest.mark.slow
 def test_a_study_whose_trials_all_fail_is_given_up_early(tmp_path):
     worker = toy_worker.build(url_of(tmp_path), tmp_path, 30, 20.0, 5, 0.0)
     refused = "import sys; sys.exit('error: this never works')"

@@ -79,6 +79,7 @@ def test_answers_are_those_of_the_whole_conversation_read_anew(folder):
         assert chat.messages == said[:3]
 
 
+@pytest.mark.slow
 def test_drafts_change_no_word(folder):
     with open_chat(folder) as plain:
         wanted = ["".join(plain.ask(question)) for question in ("a a a a", "a a a a")]

@@ -42,6 +42,7 @@ def test_what_is_shown_is_what_is_trained(model, tmp_path):
     assert text.startswith("<|im_start|>")
 
 
+@pytest.mark.slow
 def test_control_characters_are_escaped_and_special_tokens_are_told_from_text(model, tmp_path, capsys):
     talk = [{"role": "user", "content": "\x1b[31mred\x07"}, {"role": "assistant", "content": "<|im_end|>\x9b"}]
     (tmp_path / "a\x1b.jsonl").write_text(json.dumps({"messages": talk}))
@@ -59,6 +60,7 @@ def test_control_characters_are_escaped_and_special_tokens_are_told_from_text(mo
     assert {"text": "<|im_end|>\x9b", "learnt": True, "special": False} in table["first"][0]["samples"][0]["pieces"]
 
 
+@pytest.mark.slow
 def test_what_is_cut_left_out_or_refused_is_said(model, tmp_path, capsys):
     long = [{"role": "user", "content": "q" * 60}, TALK[1]]
     rows = [{"messages": TALK}, {"messages": long}, {"messages": TALK, "weight": 0}, {"messages": TALK[:1]}]

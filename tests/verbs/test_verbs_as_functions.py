@@ -118,6 +118,7 @@ def test_exchanges_are_planned_for_several_ranks(ours):
         plan(run.load(str(ours / "run.toml"), trusted=False), World(), tries=0)
 
 
+@pytest.mark.slow
 def test_plan_of_one_rank_finds_micro_batches_that_fit(ours, tmp_path):
     own = run.load(str(ours / "run.toml"), trusted=False)
     free = plan(own, World(), tries=1)

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shoestring.testing import Pool
 from tests.features.newcomer.beside_ranks import STEPS, train
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_beside_powersgd_and_tiered(tmp_path: Path):
     with Pool(2) as pool:
         whole = pool.call(train, folder=str(tmp_path / "whole"))

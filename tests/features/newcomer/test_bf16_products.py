@@ -22,6 +22,7 @@ def losses(*features: ss.Feature) -> list[float]:
         return [job.step(batch(number)).item() for number in range(3)]
 
 
+@pytest.mark.slow
 def test_casts_products_with_and_without_a_compiler():
     alone = losses(BF16Products())
     assert alone == losses(BF16Products(), ss.graph.Compile(backend="eager"))
