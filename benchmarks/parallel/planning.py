@@ -16,6 +16,7 @@ from benchmarks.machine import ROOT, git_tree
 from benchmarks.parallel.first_pairs import FIRST
 from benchmarks.parallel.pairs import NO_GAIN, PAIRS, Pair
 from benchmarks.parallel.quotas import processor_quotas
+from benchmarks.parallel.second_pairs import SECOND
 from benchmarks.rows import Measured, NotRun
 from shoestring.testing.netlab import netlab, netlab_available
 
@@ -28,8 +29,8 @@ Outcomes = Mapping[str, dict[str, Any]]
 
 
 def pair_named(name: str) -> Pair:
-    """The pair of a name, among the fresh ones and the first ones."""
-    (pair,) = (pair for pair in (*PAIRS, *FIRST, *NO_GAIN) if pair.name == name)
+    """The pair of a name, among the fresh ones and those of earlier tests."""
+    (pair,) = (pair for pair in (*PAIRS, *SECOND, *FIRST, *NO_GAIN) if pair.name == name)
     return pair
 
 
