@@ -174,7 +174,7 @@ class _Case:
 
     def plan(self, way: TrainingWay, count: int) -> TrainingPlan | None:
         """The plan with `count` micro-batches; None if it does not fit into memory, or no pipeline can be formed."""
-        plans = self.search.plans([replace(way, counts=(count,))], self.costs, self.links, {}, self.room)
+        plans = self.search.plans([replace(way, counts=(count,))], {"": self.costs}, self.links, {}, self.room)
         return next((plan for plan in plans if not plan.refused), None)
 
     def bound(self, way: TrainingWay, count: int) -> float:

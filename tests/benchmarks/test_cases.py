@@ -135,7 +135,7 @@ def test_plans_that_are_not_priced_are_not_faster(mbits, gib):
     search = search_of(MODEL, 2, 2, "cuda", 16)
     ways, room = search.ways(), FILLED * gib * GIB
     assert {(way.added, way.counts) for way in ways} == {(way.added, way.counts) for way in ways_of(MODEL, cluster, 16)}
-    plans = search.plans(ways, model_costs(MODEL, PROCESSOR), links_of(cluster), {}, room)
+    plans = search.plans(ways, {"": model_costs(MODEL, PROCESSOR)}, links_of(cluster), {}, room)
     cell = price(MODEL, cluster, 16)
     for found, kinds in ((cell.best, False), (cell.today, True)):
         whole = [plan.seconds for plan in plans if not plan.refused and not (kinds and any(splits(plan)))]

@@ -18,10 +18,11 @@ from shoestring.planner.page import write
 from shoestring.planner.search import PlanSearch, chosen
 from shoestring.planning.cluster import Collective
 from shoestring.planning.step import Links, ModelCosts, PartCosts
+from shoestring.precision import Autocast
 from shoestring.run import load, parse
 from shoestring.training.data_loading import own_data
 from shoestring.training.user_code import import_user_code
-from shoestring.verbs.plan import _check_out
+from shoestring.verbs.plan import _check_out, features_to_try
 
 DATA = f"{__name__}:texts"
 RUN = {
@@ -152,13 +153,13 @@ def test_where_no_plan_can_be_written_none_is_made(tmp_path, out):
 def test_slow_links_make_a_pipeline_and_fast_ones_replicas():
     found, links = search(World(size=2, local_size=1)), Links(Everywhere())
     ways = found.ways()
-    best = chosen(found.plans(ways, costs(), links, {}, float("inf")))
+    best = chosen(found.plans(ways, {"": costs()}, links, {}, float("inf")))
     assert [type(one) for one in best.added] == [Pipeline]
     (pipeline,) = best.added
     assert len(pipeline.cuts) == 2 * pipeline.chunks - 1
     assert best.run.settings.accumulate > 1
     fast = Links(Fast())
-    best = chosen(found.plans(ways, costs(), fast, {}, float("inf")))
+    best = chosen(found.plans(ways, {"": costs()}, fast, {}, float("inf")))
     assert [type(one) for one in best.added] == [DDP]
 
 
@@ -169,7 +170,7 @@ class Fast(dict):
 
 def test_the_memory_of_a_rank_is_kept():
     found, links = search(World(size=2, local_size=1)), Links(Fast())
-    ways, model = found.ways(), costs(trained=100_000_000)
+    ways, model = found.ways(), {"": costs(trained=100_000_000)}
     plans = found.plans(ways, model, links, {}, 1.5e9)
     best = chosen(plans)
     assert best.predicted.peak <= 1.5e9
@@ -178,9 +179,46 @@ def test_the_memory_of_a_rank_is_kept():
         chosen(found.plans(ways, model, links, {}, 1e6))
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_features_that_are_tried_as_well_are_chosen_if_steps_are_faster_with_them(faster):
+    also = Autocast(dtype="bf16")
+    run = parse(RUN)
+    found = PlanSearch(run, import_user_code(run), World(size=2), own_data(run), "cpu", also=(also,))
+    ways, plain = found.ways(), costs()
+    assert 2 * sum(way.also is None for way in ways) == len(ways)
+    cast = replace(plain, blocks=tuple(replace(one, forward=(0.05, 0.8)) for one in plain.blocks)) if faster else plain
+    plans = found.plans(ways, {"": plain, also.name: cast}, Links(Fast()), {}, float("inf"))
+    best = chosen(plans)
+    assert (
+        (also in best.added)
+        == (also in found.file(best).features)
+        == (also in parse_again(best.run).features)
+        == faster
+    )
+    assert len({str(plan) for plan in plans}) == len(plans)
+    again = found.priced(found.file(best), {"": plain, also.name: cast}, Links(Fast()), {}, float("inf"))
+    assert again.seconds == pytest.approx(best.seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("precision.autocas", "there is no feature"),
+        ("optim.adamw", "has .optim.adamw. already"),
+        ("memory.recompute", "cannot be tried"),
+        ("comm.bf16", "cannot be tried"),
+        ("memory.budget", "cannot be tried"),
+        ("checkpoint.plain", "cannot be tried"),
+    ],
+)
+def test_what_cannot_be_tried_as_well_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        features_to_try(parse(RUN | {"optim": {"adamw": {}}}), [name])
+
+
 def test_a_file_says_what_is_not_a_default():
     found, links = search(World(size=2, local_size=1), {"memory": {"recompute": {}}}), Links(Everywhere())
-    run = found.file(chosen(found.plans(found.ways(), costs(), links, {}, float("inf"))))
+    run = found.file(chosen(found.plans(found.ways(), {"": costs()}, links, {}, float("inf"))))
     assert [type(one) for one in run.features] == [Recompute, Pipeline]
     assert parse_again(run).settings.accumulate == run.settings.accumulate > 1
 
@@ -193,7 +231,7 @@ def parse_again(run):
 
 def test_the_page_draws_every_pass_and_says_why_others_lost(tmp_path):
     found = search(World(size=4, local_size=2))
-    plans = found.plans(found.ways(), costs(), Links(Everywhere()), {}, 1e7)
+    plans = found.plans(found.ways(), {"": costs()}, Links(Everywhere()), {}, 1e7)
     best = next(plan for plan in plans if plan.step.stages == 2)
     others = [plan for plan in plans if plan is not best]
     text = write(best, others, {str(others[0]): 3.0}, best.seconds, tmp_path / "plan.html").read_text()

@@ -160,6 +160,9 @@ class Plan(RunSource):
     tries: int = 3
     """Number of ways to train to try for a few steps before one is chosen, starting with the fastest predicted one; 0
     compares only exchanges of gradients between whole replicas."""
+    also: tuple[str, ...] = ()
+    """Feature to try as well, with its default settings, although it changes the result of training, such as
+    precision.autocast; can be repeated. The model is measured again with each of them."""
     explain: Path | None = None
     """Cluster file that `shoestring probe` wrote on one host. With it no ranks are started and no run file is written:
     the command traces the operators of a step, and shows how the ranks of that host would divide them, and why."""
@@ -171,6 +174,7 @@ class Plan(RunSource):
                 ("workers", self.ranks != Plan.ranks),
                 ("out", self.out is not None),
                 ("tries", self.tries != Plan.tries),
+                ("also", bool(self.also)),
             ):
                 if differs:
                     message = f"--{flag} has no effect with --explain, which starts no ranks and writes no run file"
@@ -180,6 +184,7 @@ class Plan(RunSource):
             say_lines(explain_operators(resolved, self.explain))
             return 0
         out = ["--tries", str(self.tries), *(["--out", str(self.out)] if self.out else [])]
+        out += [word for name in self.also for word in ("--also", name)]
         code = self.ranks.launch("plan", self.source, *out, *overrides)
         if code is not None:
             return code
@@ -189,7 +194,7 @@ class Plan(RunSource):
         with join(timeout=resolved.settings.timeout) as world:
             _silence_other_ranks(world.first)
             path = self.out or default_path(self.source)
-            planned = plan(resolved, world, path, self.tries)
+            planned = plan(resolved, world, path, self.tries, self.also)
             if world.first:
                 say("\n".join(describe(planned, world)))
                 say(f"written to {path}; start it with: shoestring train {path}")

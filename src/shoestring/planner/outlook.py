@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from shoestring.core.feature import Feature
 from shoestring.core.world import World
 from shoestring.planner.measure import measure
-from shoestring.planner.search import PlanSearch, TrainingPlan, TrainingWay
+from shoestring.planner.search import Costs, PlanSearch, TrainingPlan, TrainingWay
 from shoestring.planning.links import time_collective
 from shoestring.planning.step import Links, ModelCosts
 from shoestring.planning.system import free_memory
@@ -30,7 +31,7 @@ class Outlook:
 
     search: PlanSearch
     ways: Sequence[TrainingWay]
-    model: ModelCosts
+    costs: Costs
     links: Links
     room: float
 
@@ -39,32 +40,42 @@ class Outlook:
 
         For `slowdown`, see `simulate`.
         """
-        return self.search.plans(self.ways, self.model, self.links, slowdown or {}, self.room)
+        return self.search.plans(self.ways, self.costs, self.links, slowdown or {}, self.room)
 
     def priced(self, run: Run, slowdown: Mapping[str, float] | None = None) -> TrainingPlan:
         """Predict the plan that corresponds to a run file's own settings."""
-        return self.search.priced(run, self.model, self.links, slowdown or {}, self.room)
+        return self.search.priced(run, self.costs, self.links, slowdown or {}, self.room)
 
 
 def look(
-    run: Run, code: UserCode, world: World, data: DataSets, gib: float = 0.0, left_out: Collection[str] = ()
+    run: Run,
+    code: UserCode,
+    world: World,
+    data: DataSets,
+    gib: float = 0.0,
+    left_out: Collection[str] = (),
+    also: Sequence[Feature] = (),
 ) -> Outlook:
     """Measure the run's model and the links between ranks. A collective.
 
     Args:
         run: the run, without features that a plan chooses.
-        gib: memory of a rank in GiB; 0 means the memory that is free now. left_out: see `PlanSearch`.
+        gib: memory of a rank in GiB; 0 means the memory that is free now. left_out, also: see `PlanSearch`.
 
     Raises:
         ConfigError: no way to train fits the model and the ranks.
     """
-    search = PlanSearch(run, code, world, data, world.device.type, left_out)
+    search = PlanSearch(run, code, world, data, world.device.type, left_out, also)
     ways = search.ways()
-    model = measure(run.completed(world), code, world, data, search.sizes(ways))
+    sizes = search.sizes(ways)
+    costs = dict[str, ModelCosts]()
+    for feature in (None, *also):
+        with_it = replace(run, features=(*run.features, feature)) if feature else run
+        costs[feature.name if feature else ""] = measure(with_it.completed(world), code, world, data, sizes)
     room = gib * GIB if gib else FILLED * _room(world)  # free memory now: all modules are loaded, but no model is
-    needed = sorted(search.needed(ways, world, model).items())
+    needed = sorted(search.needed(ways, world, costs).items())
     links = Links({key: time_collective(place, key[0], over, LARGEST) for key, (place, over) in needed})
-    return Outlook(search, ways, model, links, room)
+    return Outlook(search, ways, costs, links, room)
 
 
 def of_all_ranks(number: float, world: World) -> list[float]:

@@ -37,6 +37,8 @@ from shoestring.training.user_code import UserCode
 
 REPLACEABLE = (DDP(), DDP(hosts="leave"))
 """The default features at SHARD, which a plan may replace. DDP with other settings is the user's choice, and stays."""
+Costs = Mapping[str, ModelCosts]
+"""Maps the name of a feature of `PlanSearch.also` to the costs of the model with it; "" to the costs without any."""
 CLOSE = 0.02
 """A plan with fewer features is chosen instead of the fastest plan if it takes at most this fraction longer."""
 
@@ -52,6 +54,13 @@ class TrainingWay:
     counts: tuple[int, ...]
     place: int = 0
     """Index of the way; of several ways that take equally long, the first is chosen."""
+    also: Feature | None = None
+    """The feature of `PlanSearch.also` with which this way trains; it changes the costs of the model."""
+
+    @property
+    def name(self) -> str:
+        """Name of `also`, or an empty string without it: the key of the way's costs in `Costs`."""
+        return self.also.name if self.also else ""
 
 
 @dataclass(frozen=True)
@@ -105,15 +114,23 @@ class PlanSearch:
     Args:
         run: the run, without [memory.budget] and [comm.auto].
         left_out: names of features that may not be added; "run.accumulate" if the number of micro-batches is fixed.
+        also: features to try that change the result of training. The model must be measured with each of them.
 
     Raises:
         ConfigError: no way to train fits.
     """
 
     def __init__(
-        self, run: Run, code: UserCode, world: World, data: DataSets, device: str, left_out: Collection[str] = ()
+        self,
+        run: Run,
+        code: UserCode,
+        world: World,
+        data: DataSets,
+        device: str,
+        left_out: Collection[str] = (),
+        also: Sequence[Feature] = (),
     ) -> None:
-        self.left_out = left_out
+        self.left_out, self.also = left_out, also
         self.run, self.code, self.data, self.device = run, code, data, device
         # All ranks search the same ways and get the same result, so no process group is needed.
         self.world = World(size=world.size, local_size=world.local_size, device=world.device)
@@ -141,16 +158,18 @@ class PlanSearch:
         ]
         ways = list[TrainingWay]()
         combinations = [tuple(filter(None, chosen)) for chosen in product(*choices)]
-        for added in sorted(combinations, key=len):  # once a feature does not fit alone, its combinations are skipped
-            if way := self._way(fixed, added):
-                ways.append(replace(way, place=len(ways)))
+        for also in (None, *self.also):
+            for added in sorted(combinations, key=len):  # if a feature does not fit alone, its combinations are skipped
+                if way := self._way(fixed, added, also):
+                    ways.append(replace(way, place=len(ways)))
         if not ways:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
             raise ConfigError(f"there is no plan for {self.world.size} ranks ({reasons})", hint="change run.batch")
         return ways
 
-    def _way(self, fixed: tuple[Feature, ...], added: tuple[Feature, ...]) -> TrainingWay | None:
+    def _way(self, fixed: tuple[Feature, ...], added: tuple[Feature, ...], also: Feature | None) -> TrainingWay | None:
         """The way with added features; None if they do not fit, or if one of them would have no effect."""
+        fixed = (*fixed, also) if also else fixed
         if any(one in added for one in self._unfit) or not _one_owner((*fixed, *added)):
             return None
         with contextlib.suppress(ShoestringError):  # the ranks may not divide into the mesh that is needed
@@ -164,10 +183,12 @@ class PlanSearch:
             if not reason and not counts:
                 reason = f"{self.run.settings.batch} samples do not divide by {readers} ranks"
             if not reason:
-                return TrainingWay(run, own, world, counts)
+                settled = tuple(one for one in run.features if also and one.name == also.name)
+                return TrainingWay(run, (*settled, *own), world, counts, also=also)
             if len(added) <= 1:  # if a combination does not fit, its features may still fit alone
-                self.refusals.setdefault(f"[{added[0].name}]" if added else "whole replicas", reason)
-                self._unfit += added
+                names = [f"[{one.name}]" for one in (*added, also) if one]
+                self.refusals.setdefault(" with ".join(names) or "whole replicas", reason)
+                self._unfit += () if also else added
         return None
 
     def _refusal(self, features: Sequence[Feature], world: World) -> str:
@@ -208,13 +229,13 @@ class PlanSearch:
         return sorted({within[0], middle, within[-1]})
 
     def needed(
-        self, ways: Sequence[TrainingWay], world: World, model: ModelCosts
+        self, ways: Sequence[TrainingWay], world: World, costs: Costs
     ) -> dict[tuple[Kind, GroupShape], tuple[World, tuple[str, ...]]]:
         """Each collective that the ways use -> the world and the mesh axes with which to measure it."""
         return {
             (kind, step.group(axes)): (arrange_mesh(world, way.run.features), axes)
             for way in ways
-            for step in [self._step(way, way.counts[-1], model)[0]]
+            for step in [self._step(way, way.counts[-1], costs[way.name])[0]]
             for kind, axes in sorted(step.collectives)
         }
 
@@ -235,19 +256,17 @@ class PlanSearch:
         return replace(self.run, settings=plan.run.settings, features=(*fixed, *added))
 
     def plans(
-        self, ways: Sequence[TrainingWay], model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
+        self, ways: Sequence[TrainingWay], costs: Costs, links: Links, slowdown: Mapping[str, float], room: float
     ) -> list[TrainingPlan]:
         """All plans; those that can be chosen come first, and the fastest first among them.
 
         Args:
             room: bytes that a rank may hold.
         """
-        plans = [plan for way in ways for plan in self._predicted(way, model, links, slowdown, room)]
+        plans = [plan for way in ways for plan in self._predicted(way, costs[way.name], links, slowdown, room)]
         return sorted(plans, key=lambda plan: (bool(plan.refused), plan.seconds))
 
-    def priced(
-        self, run: Run, model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
-    ) -> TrainingPlan:
+    def priced(self, run: Run, costs: Costs, links: Links, slowdown: Mapping[str, float], room: float) -> TrainingPlan:
         """Predict the plan that corresponds to a run file's own settings.
 
         Raises:
@@ -260,9 +279,10 @@ class PlanSearch:
             raise ConfigError(reason)
         completed = replace(completed, features=as_trained(completed.features, self._model, world))
         added = tuple(feature for feature in completed.features if isinstance(feature, Plannable))
-        (plan,) = self._predicted(
-            TrainingWay(completed, added, world, (run.settings.accumulate,)), model, links, slowdown, room
-        )
+        own = {feature.name for feature in run.features}
+        also = next((feature for feature in self.also if feature.name in own), None)
+        way = TrainingWay(completed, added, world, (run.settings.accumulate,), also=also)
+        (plan,) = self._predicted(way, costs[way.name], links, slowdown, room)
         return plan
 
     def _predicted(

@@ -16,17 +16,19 @@ from shoestring.comm.auto.chooser import TIMED_STEPS, Chooser
 from shoestring.comm.auto.decision import explain_spread
 from shoestring.comm.auto.replicas import ReplicaChooser
 from shoestring.comm.settings.base import Exchange
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import Feature, Seam, splits_replicas
 from shoestring.core.world import World
 from shoestring.figures import memory, percent, seconds, size
 from shoestring.memory import Budget
 from shoestring.parallel import DDP
 from shoestring.parallel.settings import Planned as PlanRecord
+from shoestring.planner.measure import writes_files
 from shoestring.planner.outlook import GIB, Outlook, look, of_all_ranks
 from shoestring.planner.page import write as write_page
 from shoestring.planner.search import CLOSE, TrainingPlan, chosen
 from shoestring.planner.trying import for_trial, start, time_plan
+from shoestring.planning.step import ModelCosts, Plannable
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
@@ -107,7 +109,7 @@ class _Planning:
         return next((feature for feature in self.run.features if isinstance(feature, Budget)), None)
 
 
-def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> PlannedRun:
+def plan(run: Run, world: World, out: Path | None = None, tries: int = 3, also: Sequence[str] = ()) -> PlannedRun:
     """Measure the run's model and the links between its ranks, predict all ways to train it, and choose one.
 
     Every rank must call this function. The data is prepared as for the run.
@@ -116,10 +118,12 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> Pla
         out: path of the run file with the chosen way, which the first rank writes; None to write no file.
         tries: number of ways to try for a few steps before one is chosen, starting with the fastest predicted one; 0
             compares only exchanges between whole replicas.
+        also: names of features to try as well, each with its default settings, although they change the result of
+            training: `precision.autocast`, or `optim.adamw8bit`.
 
     Raises:
-        ConfigError: `tries` is 0 and there is only one rank, the step time under the run's exchange cannot be
-            predicted, nothing fits, or `out` cannot be written.
+        ConfigError: `tries` is 0 and there is only one rank, a feature of `also` cannot be tried, the step time under
+            the run's exchange cannot be predicted, nothing fits, or `out` cannot be written.
     """
     if world.size == 1 and not tries:
         raise ConfigError(
@@ -129,7 +133,9 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> Pla
     if out is not None:
         world.agree(lambda: _check_out(out))
     run = with_sequence(run, world.decide(lambda: sequence_of(run)))
-    auto = _auto(run)
+    auto, more = _auto(run), features_to_try(run, also)
+    if more and not tries:
+        raise ConfigError("--also has no effect with --tries 0, which compares only exchanges", hint="leave out one")
     others = tuple(feature for feature in run.features if not isinstance(feature, _VARIED))
     code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
     with ExitStack() as stack:
@@ -138,7 +144,7 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> Pla
         stack.callback(data.close)
         planning = _Planning(run, others, code, world, data)
         if tries:
-            planned = _among_all(planning, auto, tries)
+            planned = _among_all(planning, auto, tries, more)
         else:
             best = _exchanged(planning, auto)
             planned = PlannedRun(best.run, best.facts["predicted_step_seconds"], best.measured, best)
@@ -171,12 +177,42 @@ _KNOBS = {
 """Entries of `memory.budget.allow` -> names of the settings or features that they allow."""
 
 
-def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
+_COSTED = {Seam.MODEL, Seam.LOSS, Seam.OPTIM, Seam.STEP}
+"""Seams of the features whose effect on a step is measured on one rank."""
+
+
+def features_to_try(run: Run, names: Sequence[str]) -> tuple[Feature, ...]:
+    """The features of `plan --also`, with their default settings.
+
+    Raises:
+        ConfigError: there is no such feature, the run has it already, or a plan varies it without being asked.
+    """
+    features, own, kinds = list[Feature](), {feature.name for feature in run.features}, runs.keys()
+    for name in dict.fromkeys(names):
+        if name not in kinds:
+            raise ConfigError(f"--also: there is no feature `{name}`", hint=nearest(name, kinds))
+        if name in own:
+            raise ConfigError(f"--also: the run file has [{name}] already", hint="leave out one of the two")
+        try:
+            feature = kinds[name]()
+        except TypeError:  # some setting has no default
+            feature = None
+        chosen_anyway = isinstance(feature, (Plannable, *_VARIED))
+        if feature is None or chosen_anyway or writes_files(feature) or not {*feature.seams} <= _COSTED:
+            raise ConfigError(
+                f"--also: [{name}] cannot be tried in this way",
+                hint="a plan varies exchanges, splits and recomputation itself; write other features in the run file",
+            )
+        features.append(feature)
+    return tuple(features)
+
+
+def _among_all(planning: _Planning, auto: Auto, tries: int, also: Sequence[Feature]) -> PlannedRun:
     """Choose among all ways to train: exchanges between whole replicas, and all other plans. A collective."""
     run, others, budget = planning.run, planning.others, planning.budget
     gib = budget.gib if budget else 0.0
     left_out = [name for knob, name in _KNOBS.items() if budget and knob not in budget.allow]
-    outlook = look(replace(run, features=others), planning.code, planning.world, planning.data, gib, left_out)
+    outlook = look(replace(run, features=others), planning.code, planning.world, planning.data, gib, left_out, also)
     plans, exchanged = outlook.plans(), None
     if planning.world.size > 1 and _replicas_fit(plans, others):
         exchanged = _exchanged(planning, auto)
@@ -371,8 +407,19 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
 
 def _measurements(outlook: Outlook, ways: str) -> Iterator[str]:
     """Yield lines with the measurements from which ways to train are predicted."""
-    model, samples = outlook.model, outlook.model.samples[-1]
     yield f"{ways}, within {memory(int(outlook.room))} a rank; measured on all ranks at once:"
+    for name, model in outlook.costs.items():
+        if name:
+            yield f"  with [{name}]:"
+        yield from _measured_costs(model)
+    for (kind, group), link in sorted(outlook.links.speeds.items()):
+        where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
+        yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
+
+
+def _measured_costs(model: ModelCosts) -> Iterator[str]:
+    """Yield lines with the costs of a model's parts."""
+    samples = model.samples[-1]
     block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
     what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
     yield (
@@ -386,9 +433,6 @@ def _measurements(outlook: Outlook, ways: str) -> Iterator[str]:
             f"  around them: {seconds(forward)} forward, {seconds(backward)} backward, "
             f"{size(sum(one.trained for one in around))} of weights"
         )
-    for (kind, group), link in sorted(outlook.links.speeds.items()):
-        where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
-        yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
 
 
 def _shown(planned: PlannedRun) -> list[tuple[int, TrainingPlan]]:
