@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from operator import methodcaller
 from statistics import fmean, median
 from typing import Any
@@ -42,11 +43,12 @@ from shoestring.training.build import build_job
 from shoestring.training.data_loading import DataSets, to_device
 from shoestring.training.user_code import UserCode
 
-ROUNDS = 3
-"""Minimum number of times that each pass is measured."""
-SUSTAINED = 0.2
-"""Minimum number of seconds for which a pass is repeated. A processor with a quota, or a cool one, runs a single short
-pass faster than the many passes of a step."""
+TURNS = 3
+"""Number of times that all parts are measured in turn; the median counts, so that other work on the machine that lasts
+for less than a turn changes nothing."""
+SUSTAINED = 0.1
+"""Minimum number of seconds for which a pass is repeated in each turn. A processor with a quota, or a cool one, runs a
+single short pass faster than the many passes of a step."""
 _ALONE = {Seam.MODEL, Seam.LOSS, Seam.OPTIM, Seam.STEP}
 """Seams of features that stay in the run when the model is measured on one rank, because they change a pass's cost."""
 
@@ -61,6 +63,11 @@ class _Timed:
     trained: int = 0
     frozen: int = 0
 
+    def note(self, forward: float, backward: float) -> None:
+        """Add the seconds of the passes of one more number of samples."""
+        self.forward.append(forward)
+        self.backward.append(backward)
+
     def costs(self) -> PartCosts:
         return PartCosts(
             forward=tuple(self.forward),
@@ -69,6 +76,16 @@ class _Timed:
             trained=self.trained,
             frozen=self.frozen,
         )
+
+
+Turn = Callable[[], tuple[float, ...]]
+"""Measures a part once more; returns seconds of its passes."""
+
+
+def _medians(parts: Sequence[Turn]) -> list[tuple[float, ...]]:
+    """Measure parts in turn, and return the medians of what each part returned."""
+    turns = [[part() for part in parts] for _ in range(TURNS)]
+    return [tuple(map(median, zip(*part, strict=True))) for part in zip(*turns, strict=True)]
 
 
 def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Sequence[int]) -> ModelCosts:
@@ -182,9 +199,13 @@ class _Measuring:
         """Measure all parts of the model on a batch."""
         if self.blocks and not self._capture(batch, samples):
             self.blocks, self.kind_of, self.timed, self.hidden = [], [], {}, []
-        self._around(batch, samples)
-        for index in sorted({*self.kind_of}):
-            self._block(index)
+        kinds = sorted({*self.kind_of})
+        around, *blocks = _medians([self._around(batch, samples), *map(self._block, kinds)])
+        before, behind, behind_back, before_back = around
+        self.before.note(before, before_back)
+        self.behind.note(behind, behind_back)
+        for index, (forward, backward) in zip(kinds, blocks, strict=True):
+            self.timed[index].note(forward, backward)
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +252,8 @@ class _Measuring:
                 block.forward = forward_of(index, block.forward)
             yield
 
-    def _block(self, index: int) -> None:
+    def _block(self, index: int) -> Turn:
+        """Note the bytes of a block; returns what measures the seconds of its forward and backward pass."""
         block, timed = self.blocks[index], self.timed[index]
         args, kwargs = pytree.tree_map_only(Tensor, _detached, self.inputs[index])
         timed.trained, timed.frozen = _bytes_of(block.parameters(), block.buffers())
@@ -252,11 +274,14 @@ class _Measuring:
 
         with _holding(block) as held:
             once()
-        self._note(timed, self._repeated(once), held.total)
+        timed.held.append(held.total)
+        return partial(self._repeated, once)
 
     # -- the layers outside the blocks -------------------------------------------------------------------------------
 
-    def _around(self, batch: Batch, samples: int) -> None:
+    def _around(self, batch: Batch, samples: int) -> Turn:
+        """Note the bytes of the layers outside the blocks; returns what measures the seconds of their passes: forward
+        before the blocks and behind them, backward behind them and before them."""
         last = len(self.blocks) - 1
         first_hidden = list[Tensor]()
 
@@ -291,18 +316,22 @@ class _Measuring:
             self._forget_gradients()
             return self._entered - began, ended - self._left, middle - ended, stopped - middle
 
-        with self._patched(passes_by):
-            with _holding(self.model) as held:
-                once()
-            before, behind, behind_back, before_back = self._repeated(once)
+        with self._patched(passes_by), _holding(self.model) as held:
+            once()
         inside = {parameter for block in self.blocks for parameter in block.parameters()}
         buffers = {id(buffer) for block in self.blocks for buffer in block.buffers()}
         rest = [parameter for parameter in self.model.parameters() if parameter not in inside]
         self.behind.trained, self.behind.frozen = _bytes_of(
             rest, [buffer for buffer in self.model.buffers() if id(buffer) not in buffers]
         )
-        self._note(self.before, (before, before_back), 0.0)
-        self._note(self.behind, (behind, behind_back), held.total)
+        self.before.held.append(0.0)
+        self.behind.held.append(held.total)
+
+        def repeated() -> tuple[float, ...]:
+            with self._patched(passes_by):
+                return self._repeated(once)
+
+        return repeated
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -360,7 +389,7 @@ class _Measuring:
 
         with self.attachments.hooks_off():
             once()  # allocates the optimizer's state
-            (seconds,) = self._repeated(once)
+            ((seconds,),) = _medians([partial(self._repeated, once)])
         leaves = pytree.tree_leaves([optimizer.state.get(parameter, {}) for parameter in trained])
         state = {id(leaf): leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)}
         optimizer.state.clear()
@@ -375,7 +404,7 @@ class _Measuring:
         flat = torch.rand(1 << 22, device=self.world.device)
         out = torch.empty_like(flat)
         seconds = list[float]()
-        for _ in range(ROUNDS + 1):
+        for _ in range(TURNS + 1):
             self._wait()
             began = time.perf_counter()
             torch.add(flat, 1, out=out)
@@ -386,8 +415,8 @@ class _Measuring:
     def _repeated(self, once: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """Mean of each of the numbers that `once` returns, over repetitions that take at least `sustained` seconds."""
         self._wait()
-        rounds, began = list[tuple[float, ...]](), time.perf_counter()
-        while len(rounds) < ROUNDS or time.perf_counter() - began < self.sustained:
+        rounds, began = [once()], time.perf_counter()
+        while time.perf_counter() - began < self.sustained:
             rounds.append(once())
         return tuple(map(fmean, zip(*rounds, strict=True)))
 
@@ -398,13 +427,6 @@ class _Measuring:
     def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
-
-    @staticmethod
-    def _note(timed: _Timed, seconds: Sequence[float], held: float) -> None:
-        forward, backward = seconds
-        timed.forward.append(forward)
-        timed.backward.append(backward)
-        timed.held.append(held)
 
 
 class HeldBytes:
