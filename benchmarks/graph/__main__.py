@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.graph import rules, search
+from benchmarks.graph import compiled, rules, schedule, search
 from benchmarks.harness import Bar, main
 
 
 def rows() -> list[Bar]:
     """Every bar of graph."""
-    return [*rules.rows(), *search.rows()]
+    return [*rules.rows(), *search.rows(), *compiled.rows(), *schedule.rows()]
 
 
 if __name__ == "__main__":

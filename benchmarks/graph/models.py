@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.graph._torch import without_data
+from shoestring._torch import without_data
 from shoestring.graph.trace import JointTrace, trace
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.without_data import with_fake_tensors

@@ -228,7 +228,13 @@ def compile_joint(
         backend: "inductor"; any other value is treated as "aot_eager".
     """
     if backend == "inductor":
+        from unittest.mock import patch
+
+        from torch._guards import detect_fake_mode
         from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch.fx.experimental.proxy_tensor import make_fx
 
         def on_graph(joint: fx.Graph) -> None:
             module = joint.owning_module
@@ -236,8 +242,16 @@ def compile_joint(
             if work(module) is not module:
                 raise ValueError("under inductor a pass on the joint graph must change it in place")
 
+        # Inductor takes operators apart while it traces. Here it does so after `work`, which sees the same operators
+        # under every backend.
+        def compile_decomposed(part: fx.GraphModule, part_inputs: Sequence[Any], **options: Any) -> Any:
+            mode, decompose = detect_fake_mode(part_inputs), make_fx(part, decomposition_table=select_decomp_table())
+            with patch.object(mode, "allow_non_fake_inputs", True):  # some decompositions make constants
+                decomposed = decompose(*part_inputs)
+            return compile_fx_inner(decomposed, part_inputs, **options)
+
         with config.patch(joint_custom_pre_pass=on_graph):
-            return lookup_backend(backend)(graph, inputs)
+            return compile_fx(graph, [*inputs], inner_compile=compile_decomposed, decompositions={})
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -274,6 +288,16 @@ def fake_tensors() -> AbstractContextManager[Any]:
     mode = FakeTensorsWithNumbers(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
     return mode
+
+
+def without_data() -> AbstractContextManager[Any]:
+    """Context like `fake_tensors`, in which reading a number out of a tensor is an error.
+
+    With the number 1 in its place, a step could be traced that is another one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def real_tensors() -> AbstractContextManager[Any]:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shoestring._torch import without_data
 from shoestring.core.errors import ConfigError
-from shoestring.graph._torch import without_data
 from shoestring.graph.trace import trace
 from shoestring.models.gpt import tiny
 from tests.graph.steps import WithLoss, texts

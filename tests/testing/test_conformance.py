@@ -13,7 +13,7 @@ from shoestring.graph import Compile
 from shoestring.memory import Recompute
 from shoestring.optim import SGD, AdamW, Clip, Schedule
 from shoestring.parallel import DDP, FSDP, Pipeline, Tensor
-from shoestring.precision import Autocast
+from shoestring.precision import Autocast, Graph
 from shoestring.testing import FeatureSuite
 
 
@@ -88,6 +88,13 @@ class TestRecompute(FeatureSuite):
 class TestAutocast(FeatureSuite):
     feature = Autocast(dtype="bf16")
     exact_across_ranks = False
+
+
+@pytest.mark.slow
+class TestGraph(FeatureSuite):
+    feature = Graph(dtype="bf16")
+    exact_across_ranks = False
+    representative = False
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from shoestring._torch import call_closure_first, own_name
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import DATA, Divided, Feature, Phase, Seam
 from shoestring.core.frozen import Reference, digest, freeze, shared_names
-from shoestring.core.graph import Graph, GraphPass
+from shoestring.core.graph import GraphPass, GraphPasses
 from shoestring.core.kept import Across, Context, Kept, Merge, ModelState, OptimizerState, Progress, RandomState
 from shoestring.core.shard_order import Orders, ShardOrder
 from shoestring.core.step import MicroBatches, after_update, before_update
@@ -72,7 +72,7 @@ class Attachments:
         self.kept: dict[str, Kept] = {}
         self.frozen_modules: dict[str, nn.Module] = {}  # see `frozen`; FSDP shards them as well
         self.phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
-        self.graph = Graph()
+        self.graph = GraphPasses()
         self.owners: dict[str, str] = {}  # resource with one owner -> name of the feature that owns it
         self.attaching: tuple[str, Seam | None] = ("the program", None)  # the feature being applied, and the seam
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=False)

@@ -16,7 +16,7 @@ GraphPass = Callable[[fx.GraphModule], fx.GraphModule | None]
 
 
 @dataclass(eq=False)
-class Graph:
+class GraphPasses:
     """How torch.compile treats the model: passes over its graph, then one backend. With neither, it stays eager."""
 
     backend: str | Callable[..., Any] = ""

@@ -6,7 +6,7 @@ Checked with torch 2.13. The other private interfaces are in `shoestring/_torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,17 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from shoestring._torch import tree_leaves, tree_map_only
-
-
-def without_data() -> AbstractContextManager[Any]:
-    """Context in which new tensors have no data, and reading a number out of one is an error.
-
-    In the context `shoestring._torch.fake_tensors` the number would be 1, and a step could be traced that is another.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
+from shoestring._torch import tree_leaves, tree_map_only, without_data
 
 
 def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False) -> fx.GraphModule:

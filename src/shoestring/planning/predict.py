@@ -50,10 +50,15 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
     Args:
         slowdown: see `simulate`; ignored for pipelines, because their stages compute on different processors.
     """
+    trace = simulate(tasks_of(step, links), slowdown if step.stages == 1 else None)
+    return Predicted(trace, peaks(step))
+
+
+def tasks_of(step: StepPlan, links: Links) -> list[Task]:
+    """The tasks of a step, of one rank of each stage, in the order in which each resource does them."""
     building = _Building(step, links)
     building.passes()
-    trace = simulate(building.tasks, slowdown if step.stages == 1 else None)
-    return Predicted(trace, peaks(step))
+    return building.tasks
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Mixed precision: computes operations of the forward pass in a 16-bit type where 16 bits are accurate enough."""
+"""Mixed precision: computes operations in a 16-bit type where 16 bits are accurate enough."""
 
-from shoestring.precision.settings import Autocast
+from shoestring.precision.settings import Autocast, Graph
 
-__all__ = ["Autocast"]
+__all__ = ["Autocast", "Graph"]

@@ -11,7 +11,7 @@ from shoestring._torch import has_bf16_units, tree_map_only
 from shoestring.core.attachments import Attachments
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose(device: torch.device) -> tuple[Dtype, str]:
@@ -37,7 +37,7 @@ def cast(attachments: Attachments, dtype: str) -> None:
     """
     if dtype == "fp32":
         return
-    device, to = attachments.world.device.type, _TORCH[dtype]
+    device, to = attachments.world.device.type, TYPES[dtype]
     forward = attachments.module.forward
 
     def cast_forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`shoestring plan --explain`: how the ranks of a host would divide the operators of a run's step."""
+"""`shoestring plan --explain`: how the ranks of a host would divide the operators of a run's step, and their bits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring._torch import tree_map_only
+from shoestring._torch import tree_map_only, without_data
 from shoestring.core.task import Batch, sum_and_count
 from shoestring.core.world import World
-from shoestring.graph._torch import without_data
 from shoestring.graph.explain import explain
 from shoestring.graph.search import SplitSearch
 from shoestring.memory.predicted import device_type
 from shoestring.models.loading import build_model
 from shoestring.models.without_data import with_fake_tensors
 from shoestring.planning.cluster import Cluster
+from shoestring.precision.graph_pass import describe_bits
 from shoestring.run import Run
 from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
 from shoestring.training.user_code import UserCode, import_user_code
@@ -78,3 +78,5 @@ def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster) -> It
     explained = replace(explained, prefix="model.")
     yield f"{samples} samples on {explained.costs.ranks} ranks of a host, without the features of the run"
     yield from explained.lines()
+    yield ""
+    yield from describe_bits(explained.step.module.graph)

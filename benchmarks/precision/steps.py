@@ -1,0 +1,142 @@
+"""Traced steps of models in 32 bits, under autocast and narrowed by the pass, and their gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from benchmarks.graph.models import Case, Shape, WithLoss, gpt, llama, resnet_case, text_case, vit_case
+from shoestring.graph._torch import nodes_of_joint
+from shoestring.graph.trace import JointTrace, trace
+from shoestring.precision.graph_pass import Narrowing, count_casts, count_elements, narrow
+
+_TEXT = Shape(4, dim=128, hidden=352, vocabulary=512, tokens=64, batch=4)
+MODELS: Mapping[str, Case] = {
+    "gpt": text_case(gpt, _TEXT),
+    "llama": text_case(llama, _TEXT),
+    "vit": vit_case(Shape(4, dim=128, hidden=512, vocabulary=100, batch=4), 64),
+    "resnet50": resnet_case(16, 64, 100, batch=8),
+}
+SEEDS = 5
+"""Draws of weights and batches, over which errors are compared."""
+
+
+class UnderAutocast(nn.Module):
+    """A model that runs under autocast in bf16."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss: Tensor = self.inner(*inputs)
+        return loss
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model with its loss, and a batch."""
+
+    model: nn.Module
+    batch: Sequence[Tensor]
+
+    @cached_property
+    def exact(self) -> dict[str, Tensor]:
+        """The gradients in double precision."""
+        model = copy.deepcopy(self.model).double()
+        model(*[tensor.double() if tensor.is_floating_point() else tensor for tensor in self.batch]).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    def error(self, step: JointTrace) -> float:
+        """Relative error of a step's gradients: the norm of all differences over the norm of all gradients."""
+        made, exact = gradients(step, self.model, self.batch).gradients, self.exact
+        differences = torch.stack([(made[name].double() - exact[name]).norm() for name in made])
+        return float(differences.norm() / torch.stack([exact[name].norm() for name in made]).norm())
+
+
+@cache
+def drawn(name: str, seed: int) -> Drawn:
+    """A model with random weights, and a random batch."""
+    torch.manual_seed(seed)
+    return Drawn(WithLoss(MODELS[name].prepare()()).train(), MODELS[name].batch())
+
+
+class Computed(NamedTuple):
+    """What a step computes."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def gradients(
+    step: JointTrace, model: nn.Module, batch: Sequence[Tensor], interpreter: type[fx.Interpreter] = fx.Interpreter
+) -> Computed:
+    """Compute a traced step of a model, operator by operator."""
+    nodes, own = step.nodes, {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {node: own[_own_name(name, own)].detach() for name, node in {**nodes.parameters, **nodes.buffers}.items()}
+    values |= dict(zip(nodes.inputs, batch, strict=True)) | {node: torch.ones(()) for node in nodes.tangents}
+    holders = [node for node in step.module.graph.nodes if node.op == "placeholder"]
+    outputs = interpreter(step.module).run(*(values[node].clone() for node in holders), enable_io_processing=False)
+    returned = next(node for node in step.module.graph.nodes if node.op == "output").args[0]
+    places = {node: place for place, node in enumerate(returned) if isinstance(node, fx.Node)}
+    # The pass may have replaced gradients by casts of them, so they are looked up anew.
+    made = {
+        _own_name(name, own): outputs[places[node]]
+        for name, node in nodes_of_joint(step.module.graph).gradients.items()
+    }
+    (loss,) = (
+        output for output in outputs if isinstance(output, Tensor) and not output.ndim and output.is_floating_point()
+    )
+    return Computed(float(loss), made)
+
+
+def _own_name(name: str, own: Mapping[str, Tensor]) -> str:
+    """The model's own name of a parameter, which is traced within a wrapper under autocast."""
+    return name if name in own else name.removeprefix("inner.")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a way to narrow does to a step."""
+
+    step: JointTrace
+    casts: int
+    elements: float
+    """Fraction of the elements that operators compute in 16 bits."""
+    ahead: float
+    """The same, of the forward pass alone."""
+
+
+def plain(name: str, seed: int) -> JointTrace:
+    """The step in 32 bits."""
+    case = drawn(name, seed)
+    return trace(case.model, *case.batch)
+
+
+def autocast(name: str, seed: int) -> Cast:
+    """The step that torch's autocast makes of the model."""
+    case = drawn(name, seed)
+    return _cast(trace(UnderAutocast(case.model), *case.batch))
+
+
+def by_graph(name: str, seed: int, *, forward: bool) -> tuple[Cast, Narrowing]:
+    """The step as the pass narrows it."""
+    step = plain(name, seed)
+    narrowing = narrow(step.module, forward=forward)
+    return _cast(step), narrowing
+
+
+def _cast(step: JointTrace) -> Cast:
+    graph = step.module.graph
+    step = JointTrace(step.module, step.nodes, step.seconds, step.dynamo)  # which nodes are backward is found anew
+    behind = step.backward
+    every = count_elements(graph, torch.bfloat16)
+    ahead = count_elements(graph, torch.bfloat16, lambda node: node not in behind)
+    return Cast(step, count_casts(graph), every[0] / every[1], ahead[0] / ahead[1])

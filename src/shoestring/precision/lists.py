@@ -1,0 +1,89 @@
+"""Which operators may compute in 16 bits: the lists of TensorFlow's mixed precision, for torch's ATen operators.
+
+Source: the tables of TensorFlow's graph optimizer `auto_mixed_precision`, where the lists have these names too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ListName = Literal["allow", "infer", "deny", "clear"]
+
+
+def _names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+ALLOW = _names(
+    """
+    mm addmm bmm baddbmm mv addmv convolution convolution_backward _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_fused_attention_overrideable
+    _scaled_dot_product_fused_attention_overrideable_backward
+    """
+)
+"""Products of matrices, which 16-bit units compute faster, with sums in 32 bits."""
+
+INFER = _names(
+    """
+    add sub rsub mul div neg abs sqrt rsqrt reciprocal tanh tanh_backward sigmoid sigmoid_backward erf sin cos
+    silu silu_backward gelu gelu_backward elu elu_backward hardswish hardswish_backward hardsigmoid mish
+    log_sigmoid_forward softplus softplus_backward leaky_relu leaky_relu_backward addcmul addcdiv lerp _softmax
+    _softmax_backward_data avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
+    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm_backward
+    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm
+    _fused_rms_norm_backward native_dropout native_dropout_backward
+    """
+)
+"""Operators that compute in 16 bits only if their neighbours do."""
+
+DENY = _names(
+    """
+    exp exp2 expm1 log log2 log10 log1p pow square sum mean prod var var_mean std norm linalg_vector_norm cumsum
+    cumprod logsumexp _log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward
+    nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward
+    huber_loss huber_loss_backward binary_cross_entropy binary_cross_entropy_backward
+    binary_cross_entropy_with_logits embedding_dense_backward embedding_bag index_put scatter_add index_add dist
+    cdist acos asin cosh sinh tan erfinv _cdist_forward renorm trace
+    """
+)
+"""Operators whose results 16 bits would spoil: sums of many numbers, powers, and losses."""
+
+CLEAR = _names(
+    """
+    view _unsafe_view reshape _reshape_alias t transpose permute expand squeeze unsqueeze slice select split
+    split_with_sizes unbind chunk narrow as_strided alias detach clone contiguous cat stack flip roll repeat
+    constant_pad_nd slice_backward select_backward gather index index_select relu threshold_backward
+    max_pool2d_with_indices max_pool2d_with_indices_backward where masked_fill maximum minimum clamp clamp_min
+    clamp_max amax amin max min tril triu copy lift_fresh_copy slice_scatter select_scatter unfold
+    upsample_nearest2d diagonal movedim
+    """
+)
+"""Operators that move or pick numbers, and lose nothing in 16 bits that was not lost before."""
+
+NARROWED_ARGUMENTS = {
+    "native_layer_norm": (0,),
+    "native_layer_norm_backward": (0, 1),
+    "native_group_norm": (0,),
+    "native_batch_norm": (0,),
+    "_native_batch_norm_legit": (0,),
+    "_native_batch_norm_legit_functional": (0,),
+    "native_batch_norm_backward": (0, 1),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3, 4),
+    "_scaled_dot_product_flash_attention_backward": (0, 1, 2, 3, 4),
+    "_scaled_dot_product_efficient_attention_backward": (0, 1, 2, 3, 4, 5),
+    "_scaled_dot_product_cudnn_attention_backward": (0, 1, 2, 3, 4, 8),
+}
+"""Operator -> places of the arguments that are narrowed, where not all are. Weights and statistics of norms, and the
+sums of exponentials that attention keeps, have 32 bits."""
+
+
+LISTS: dict[ListName, frozenset[str]] = {"allow": ALLOW, "infer": INFER, "deny": DENY, "clear": CLEAR}
+
+
+def list_of(operator: str) -> ListName | None:
+    """The list that an operator of ATen is in, by its name without namespace and overload; None if it is in none."""
+    return next((name for name, operators in LISTS.items() if operator in operators), None)

@@ -1,0 +1,78 @@
+"""Decides which operators of a graph compute in 16 bits: TensorFlow's passes, on any graph whose nodes are in lists.
+
+The passes, in this order:
+
+1. `allow` nodes are narrowed.
+2. `deny` nodes stay wide, and so do the `infer` nodes that read them, also through other `infer` and `clear` nodes.
+3. `infer` and `clear` nodes on a path between two narrowed nodes are narrowed.
+4. `clear` nodes beside narrowed nodes are narrowed, as far as they reach.
+5. Forward propagation, if it is asked for: `infer` and `clear` nodes that read narrowed nodes are narrowed.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from shoestring.precision.lists import ListName
+
+N = TypeVar("N", bound=Hashable)
+
+
+class Flow(NamedTuple, Generic[N]):
+    """A graph of tensors: the nodes in order, with the nodes that they read and those that read them."""
+
+    nodes: Sequence[N]
+    sources: Mapping[N, Sequence[N]]
+    users: Mapping[N, Sequence[N]]
+
+
+class Bits(NamedTuple, Generic[N]):
+    """The decision: for each narrowed node, and for each node that stays wide, the reason in a few words."""
+
+    narrow: dict[N, str]
+    wide: dict[N, str]
+
+
+def narrowed(flow: Flow[N], lists: Mapping[N, ListName | None], *, forward: bool = False) -> Bits[N]:
+    """Decide which nodes compute in 16 bits. A node that is in no list stays wide, and no pass goes through it.
+
+    Args:
+        lists: node -> the list that its operator is in. forward: whether to do pass 5.
+    """
+
+    def of(*names: ListName | None) -> set[N]:
+        return {node for node in flow.nodes if lists.get(node) in names}
+
+    deny, infer, clear = of("deny"), of("infer"), of("clear")
+    # Clear nodes that no deny or infer node reads carry a denied number nowhere, so they need not stay wide.
+    before_numbers = _reached(deny | infer, flow.sources, clear)
+    denied = _reached(deny, flow.users, before_numbers & (infer | clear))
+    wide = dict.fromkeys(denied, "after an operator that needs 32 bits")
+    wide |= dict.fromkeys(deny, "needs 32 bits") | dict.fromkeys(of(None), "in no list")
+
+    narrow = {node: "a product" for node in flow.nodes if lists.get(node) == "allow"}
+    after = _reached(narrow, flow.users, (infer | clear) - denied)
+    between = _reached(narrow, flow.sources, after - narrow.keys())
+    narrow |= {node: "between products" for node in between if node not in narrow}
+    computed = {*narrow}  # whose numbers come from products, and not only go into them
+    beside = _reached(narrow, flow.sources, clear - denied) | _reached(narrow, flow.users, clear - denied)
+    narrow |= {node: "moves narrowed numbers" for node in beside if node not in narrow}
+    if forward:
+        onward = _reached(computed, flow.users, (infer | clear) - denied)
+        narrow |= {node: "after a product" for node in onward if node not in narrow}
+    left = (node for node in flow.nodes if node not in narrow and node not in wide)
+    return Bits(narrow, wide | dict.fromkeys(left, "not between products"))
+
+
+def _reached(roots: Collection[N], neighbours: Mapping[N, Sequence[N]], through: Container[N]) -> set[N]:
+    """The roots, and the nodes of `through` that are reached from them along edges within `through`."""
+    reached, waiting = set(roots), list(roots)
+    while waiting:
+        for node in neighbours[waiting.pop()]:
+            if node not in reached and node in through:
+                reached.add(node)
+                waiting.append(node)
+    return reached
