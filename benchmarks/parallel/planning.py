@@ -17,6 +17,7 @@ from benchmarks.parallel.first_pairs import FIRST
 from benchmarks.parallel.pairs import NO_GAIN, PAIRS, Pair
 from benchmarks.parallel.quotas import processor_quotas
 from benchmarks.parallel.second_pairs import SECOND
+from benchmarks.parallel.third_pairs import THIRD
 from benchmarks.rows import Measured, NotRun
 from shoestring.testing.netlab import netlab, netlab_available
 
@@ -30,7 +31,7 @@ Outcomes = Mapping[str, dict[str, Any]]
 
 def pair_named(name: str) -> Pair:
     """The pair of a name, among the fresh ones and those of earlier tests."""
-    (pair,) = (pair for pair in (*PAIRS, *SECOND, *FIRST, *NO_GAIN) if pair.name == name)
+    (pair,) = (pair for pair in (*PAIRS, *THIRD, *SECOND, *FIRST, *NO_GAIN) if pair.name == name)
     return pair
 
 
