@@ -135,8 +135,14 @@ def by_graph(name: str, seed: int, *, forward: bool) -> tuple[Cast, Narrowing]:
 
 def _cast(step: JointTrace) -> Cast:
     graph = step.module.graph
-    step = JointTrace(step.module, step.nodes, step.seconds, step.dynamo)  # which nodes are backward is found anew
-    behind = step.backward
+    # Of the loss; gradients of squares, such as 2 x, belong to the backward pass, though no gradient goes into them.
+    needed, made = set[fx.Node](), {*nodes_of_joint(graph).gradients.values()}
+    output = next(node for node in graph.nodes if node.op == "output")
+    waiting = [node for node in output.args[0] if node is not None and node not in made]
+    while waiting:
+        if (node := waiting.pop()) not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
     every = count_elements(graph, torch.bfloat16)
-    ahead = count_elements(graph, torch.bfloat16, lambda node: node not in behind)
+    ahead = count_elements(graph, torch.bfloat16, lambda node: node in needed)
     return Cast(step, count_casts(graph), every[0] / every[1], ahead[0] / ahead[1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shoestring._torch import tree_map_only
-from shoestring.precision.lists import NARROWED_ARGUMENTS, ListName, list_of
+from shoestring.precision.lists import NARROWED_ARGUMENTS, PROMOTING, ListName, list_of
 from shoestring.precision.narrowing import Bits, Flow, narrowed
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -48,11 +48,14 @@ def computes_floats(node: fx.Node) -> bool:
     return isinstance(first, Tensor) and first.dtype == torch.float32
 
 
-def flow_of(graph: fx.Graph) -> tuple[Flow[fx.Node], dict[fx.Node, ListName | None]]:
+def flow_of(graph: fx.Graph, *, forward: bool = False) -> tuple[Flow[fx.Node], dict[fx.Node, ListName | None]]:
     """The float tensors of a graph as `narrowed` reads them; picks of an operator's output go with the operator.
 
     What is computed from constants alone, such as the angles of rotary embeddings, is in no list: whatever powers it
     is made of, its readers may round it.
+
+    Args:
+        forward: for forward propagation, in which squares are `infer`: what adds them up averages errors of rounding.
     """
     nodes, variable = list[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
@@ -64,11 +67,20 @@ def flow_of(graph: fx.Graph) -> tuple[Flow[fx.Node], dict[fx.Node, ListName | No
     for node in nodes:
         picks = node.target is operator.getitem
         listed = "clear" if picks else list_of(operator_name(node)) if computes_floats(node) else None
+        if forward and operator_name(node) == "pow" and node.args[1] in (1, 2):
+            listed = "infer"
         lists[node] = listed if node in variable else None
     known = set(nodes)
     sources = {node: [source for source in node.all_input_nodes if source in known] for node in nodes}
     users = {node: [user for user in node.users if user in known] for node in nodes}
-    return Flow(nodes, sources, users), lists
+    repeated = {(one, user) for one in nodes for user in users[one] if 0 < _elements(one) < _elements(user)}
+    return Flow(nodes, sources, users, repeated), lists
+
+
+def _elements(node: fx.Node) -> int:
+    """Number of elements of an operator's only output; 0 if it has several."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else 0
 
 
 def narrow(
@@ -87,7 +99,7 @@ def narrow(
         RuntimeError: an operator refuses the types of its inputs.
     """
     graph = module.graph
-    flow, lists = flow_of(graph)
+    flow, lists = flow_of(graph, forward=forward)
     lists = {node: "deny" if operator_name(node) in wide else name for node, name in lists.items()}
     bits = narrowed(flow, lists, forward=forward)
     reasons, casts = _by_operator(bits), _Casts(graph, dtype)
@@ -119,13 +131,17 @@ class _Casts:
         places = NARROWED_ARGUMENTS.get(operator_name(node)) if narrow else None
         sources = node.all_input_nodes
 
+        promotes = operator_name(node) in PROMOTING and any(
+            _dtypes(source) == (torch.float32,) and source.meta["val"].ndim for source in sources
+        )
+
         def cast(source: fx.Node, narrow: bool) -> fx.Node:
             was, now = self._types[source], _dtypes(source)
             if len(now) != 1:  # an operator with several outputs is read by picks of them only
                 return source
             if narrow and now == (torch.float32,):
                 return self._cast(source, self.dtype)
-            wide = was == (torch.float32,) and now != was and not narrow
+            wide = was == (torch.float32,) and now != was and not narrow and not promotes
             return self._cast(source, torch.float32) if wide else source
 
         with self.graph.inserting_before(node):
@@ -227,7 +243,7 @@ SHOWN = 16
 
 def describe_bits(graph: fx.Graph, *, forward: bool = False) -> Iterator[str]:
     """Yield lines that say which operators of a joint graph would have 16 bits, and why; the graph stays as it is."""
-    flow, lists = flow_of(graph)
+    flow, lists = flow_of(graph, forward=forward)
     bits = narrowed(flow, lists, forward=forward)
     reasons = _by_operator(bits)
     floats = sum(name is not None and node.target is not operator.getitem for node, name in lists.items())

@@ -64,6 +64,9 @@ CLEAR = _names(
 )
 """Operators that move or pick numbers, and lose nothing in 16 bits that was not lost before."""
 
+PROMOTING = frozenset({"add", "sub", "rsub", "mul", "div", "maximum", "minimum"})
+"""Operators that compute in 32 bits if one of their operands has 32 bits, without a cast of the others."""
+
 NARROWED_ARGUMENTS = {
     "native_layer_norm": (0,),
     "native_layer_norm_backward": (0, 1),

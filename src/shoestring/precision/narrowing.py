@@ -6,14 +6,16 @@ The passes, in this order:
 2. `deny` nodes stay wide, and so do the `infer` nodes that read them, also through other `infer` and `clear` nodes.
 3. `infer` and `clear` nodes on a path between two narrowed nodes are narrowed.
 4. `clear` nodes beside narrowed nodes are narrowed, as far as they reach.
-5. Forward propagation, if it is asked for: `infer` and `clear` nodes that read narrowed nodes are narrowed.
+5. Forward propagation, if it is asked for: `infer` and `clear` nodes that read narrowed nodes are narrowed. Pass 2 then
+   leaves out operands that are repeated along a dimension, such as the statistics that a norm divides by: rounding one
+   of them moves all numbers of a row alike.
 
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence, Set
 from typing import Generic, NamedTuple, TypeVar
 
 from shoestring.precision.lists import ListName
@@ -22,11 +24,15 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Flow(NamedTuple, Generic[N]):
-    """A graph of tensors: the nodes in order, with the nodes that they read and those that read them."""
+    """A graph of tensors: the nodes in order, with the nodes that they read and those that read them.
+
+    `repeated` has the edges (source, user) along which the source is repeated, because the user's result is larger.
+    """
 
     nodes: Sequence[N]
     sources: Mapping[N, Sequence[N]]
     users: Mapping[N, Sequence[N]]
+    repeated: Set[tuple[N, N]] = frozenset()
 
 
 class Bits(NamedTuple, Generic[N]):
@@ -49,7 +55,10 @@ def narrowed(flow: Flow[N], lists: Mapping[N, ListName | None], *, forward: bool
     deny, infer, clear = of("deny"), of("infer"), of("clear")
     # Clear nodes that no deny or infer node reads carry a denied number nowhere, so they need not stay wide.
     before_numbers = _reached(deny | infer, flow.sources, clear)
-    denied = _reached(deny, flow.users, before_numbers & (infer | clear))
+    carried = flow.users
+    if forward:
+        carried = {node: [one for one in users if (node, one) not in flow.repeated] for node, users in carried.items()}
+    denied = _reached(deny, carried, before_numbers & (infer | clear))
     wide = dict.fromkeys(denied, "after an operator that needs 32 bits")
     wide |= dict.fromkeys(deny, "needs 32 bits") | dict.fromkeys(of(None), "in no list")
 
