@@ -43,7 +43,13 @@ def _message(message: Any, where: str) -> Message:
     rest = {key: value for key, value in message.items() if key not in taken}
     calls = read_calls(message, where)
     if role == "function_call":  # ShareGPT's role for a call, or a list of calls, in JSON
-        role, calls, content = "assistant", _spoken_calls(content, where), ""
+        calls = _parsed(content) if isinstance(content, str) else content
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+            hint = 'a call is {"name": …, "arguments": {…}}'
+            raise DataError(f"{where} is a function_call that is not a call in JSON", hint=hint)
+        calls = [{"type": "function", "function": _with_arguments(call)} for call in calls]
+        role, content = "assistant", ""
     made = {"role": role, "content": _content(content, where), **rest, **({"tool_calls": calls} if calls else {})}
     if not _is_learnt(message, role, where):
         return silenced(made)
@@ -100,15 +106,6 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return {**call, "function": _with_arguments(call["function"])}
     arguments = _parsed(call["arguments"]) if isinstance(call.get("arguments"), str) else None
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else dict(call)
-
-
-def _spoken_calls(content: Any, where: str) -> list[Any]:
-    calls = _parsed(content) if isinstance(content, str) else content
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        hint = 'a call is {"name": …, "arguments": {…}}'
-        raise DataError(f"{where} is a function_call that is not a call in JSON", hint=hint)
-    return [{"type": "function", "function": _with_arguments(call)} for call in calls]
 
 
 # -- what is learnt ----------------------------------------------------------------------------------------------------
