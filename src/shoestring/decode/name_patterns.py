@@ -307,28 +307,25 @@ class _Automaton:
                 begin = self._built(inner, begin)
             return begin
         if part.kind == "repeat":
-            return self._repeated(part, begin)
+            (inner,) = part.parts
+            for _ in range(part.least):
+                begin = self._built(inner, begin)
+            end = self._state()
+            self._edge(begin, "", end)
+            if part.most is None:
+                again = self._state()
+                self._edge(end, "", again)
+                self._edge(self._built(inner, again), "", end)
+            for _ in range(part.least, part.most or 0):
+                begin = self._built(inner, begin)
+                self._edge(begin, "", end)
+            return end
         end = self._state()
         if part.kind == "choice":
             for inner in part.parts:
                 self._edge(self._built(inner, begin), "", end)
         else:
             self._edge(begin, part.ranges or part.kind, end)
-        return end
-
-    def _repeated(self, part: _Part, begin: int) -> int:
-        (inner,) = part.parts
-        for _ in range(part.least):
-            begin = self._built(inner, begin)
-        end = self._state()
-        self._edge(begin, "", end)
-        if part.most is None:
-            again = self._state()
-            self._edge(end, "", again)
-            self._edge(self._built(inner, again), "", end)
-        for _ in range(part.least, part.most or 0):
-            begin = self._built(inner, begin)
-            self._edge(begin, "", end)
         return end
 
     def reached(self, states: Iterable[int], anchor: str) -> frozenset[int]:
