@@ -349,7 +349,26 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     plans = planned.plans
     if planned.outlook is None:
         return
-    yield from _measurements(planned.outlook, "ways to train" if planned.exchanged is None else "other ways")
+    # The measurements from which ways to train are predicted.
+    ways = "ways to train" if planned.exchanged is None else "other ways"
+    model, samples = planned.outlook.model, planned.outlook.model.samples[-1]
+    yield f"{ways}, within {memory(int(planned.outlook.room))} a rank; measured on all ranks at once:"
+    block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
+    what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
+    yield (
+        f"  {what}: {seconds(block.forward[-1])} forward, {seconds(block.backward[-1])} backward for {samples} "
+        f"samples, {size(block.trained)} of weights"
+    )
+    if model.blocks:
+        around = [model.before, model.behind]
+        forward, backward = (sum(getattr(one, way)[-1] for one in around) for way in ("forward", "backward"))
+        yield (
+            f"  around them: {seconds(forward)} forward, {seconds(backward)} backward, "
+            f"{size(sum(one.trained for one in around))} of weights"
+        )
+    for (kind, group), link in sorted(planned.outlook.links.speeds.items()):
+        where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
+        yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
     yield "predicted   measured   memory of a rank"
     for number, one in _shown(planned):
         mark = "   <- chosen" if number == planned.choice else ""
@@ -367,28 +386,6 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     yield f"chosen: {one}; real steps took {seconds(planned.measured)}, {off}"
     if world.size > 1:
         yield f"  it waits: {_waits(one)}"
-
-
-def _measurements(outlook: Outlook, ways: str) -> Iterator[str]:
-    """Yield lines with the measurements from which ways to train are predicted."""
-    model, samples = outlook.model, outlook.model.samples[-1]
-    yield f"{ways}, within {memory(int(outlook.room))} a rank; measured on all ranks at once:"
-    block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
-    what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
-    yield (
-        f"  {what}: {seconds(block.forward[-1])} forward, {seconds(block.backward[-1])} backward for {samples} "
-        f"samples, {size(block.trained)} of weights"
-    )
-    if model.blocks:
-        around = [model.before, model.behind]
-        forward, backward = (sum(getattr(one, way)[-1] for one in around) for way in ("forward", "backward"))
-        yield (
-            f"  around them: {seconds(forward)} forward, {seconds(backward)} backward, "
-            f"{size(sum(one.trained for one in around))} of weights"
-        )
-    for (kind, group), link in sorted(outlook.links.speeds.items()):
-        where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
-        yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
 
 
 def _shown(planned: PlannedRun) -> list[tuple[int, TrainingPlan]]:
