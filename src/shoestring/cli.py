@@ -118,7 +118,9 @@ def _run(line: _CommandLine) -> int:
             _show_keys(arguments)
         raise
     if rest and verb.rest != "overrides":
-        close = _similar_flag(rest[0], verb.load())
+        # Suggest the most similar flag, such as `--data.template` for `--template`.
+        flag = rest[0].lstrip("-").partition("=")[0].rpartition(".")[2].replace("_", "-")
+        close = "".join(difflib.get_close_matches(f"--{flag}", list(_flags_of(verb.load())), n=1, cutoff=0.75))
         hint = f"did you mean `{close}`?" if close else f"shoestring {name} --help"
         raise ConfigError(f"unknown argument `{rest[0]}`", hint=hint)
     return parsed(rest if verb.rest == "overrides" else line.command) if verb.rest else parsed()
@@ -137,13 +139,6 @@ def _check_run_is_named(name: str, verb: type, arguments: list[str]) -> None:
     if not asks and not named:
         hint = f"such as shoestring {name} finetune …; recipes: {', '.join(recipes.find())}"
         raise ConfigError(f"`shoestring {name}` needs the name of a recipe, a run file or a run folder", hint=hint)
-
-
-def _similar_flag(argument: str, verb: type) -> str:
-    """The flag of a verb that is most similar to an unknown argument (`--template` for `--data.template`); empty if
-    none is similar."""
-    flag = argument.lstrip("-").partition("=")[0].rpartition(".")[2].replace("_", "-")
-    return "".join(difflib.get_close_matches(f"--{flag}", list(_flags_of(verb)), n=1, cutoff=0.75))
 
 
 def _flags_of(verb: type) -> Iterator[str]:
