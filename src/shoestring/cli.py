@@ -269,17 +269,18 @@ def _short(name: str) -> str:
     return name if len(name) <= 80 else f"{name[:40]}…{name[-20:]}"
 
 
-def _as_flags(hint: str) -> str:
-    """Add the equivalent flag to every `set key = value` in a hint, such as `set data.form = "chat"`."""
-    flag = lambda match: f"{match[0]} (here: --{match[1].removeprefix('run.')} {match[3]})"  # noqa: E731
-    return re.sub(r'\bset ((?:\w+\.)+\w+) = ("?)([^\s",;]+)\2', flag, hint)
-
-
 def _report_error(error: ShoestringError, verb: str = "") -> int:
     """Print an error and return the exit code; under torchrun, write it to a file, so that it is printed only once."""
     message = f"error: {error.parts()[1]}"
-    if error.hint:
-        hint = _as_flags(error.hint) if verb in VERBS and VERBS[verb].rest == "overrides" else error.hint
+    hint = error.hint
+    if hint and verb in VERBS and VERBS[verb].rest == "overrides":
+        # Add the equivalent flag to every `set key = value` in the hint, such as `set data.form = "chat"`.
+        hint = re.sub(
+            r'\bset ((?:\w+\.)+\w+) = ("?)([^\s",;]+)\2',
+            lambda match: f"{match[0]} (here: --{match[1].removeprefix('run.')} {match[3]})",
+            hint,
+        )
+    if hint:
         message += f"\n\nhint: {hint}"
     agent_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if agent_file:
