@@ -187,8 +187,8 @@ def from_json_text(value: Any) -> Any:
 
 
 def as_rows(value: Any) -> Any:
-    """Convert a value to a list of objects, from JSON text or from the dict of columns that `datasets` may make of such
-    a list."""
+    """Convert a value to a list of objects; it may be JSON text, or a dict of columns, to which `datasets` may convert
+    such a list."""
     value = from_json_text(value)
     columns = list(value.values()) if isinstance(value, Mapping) else []
     if not columns or not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
