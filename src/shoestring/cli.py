@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names may be bytes that are not UTF-8
     try:
-        _check_working_folder()
-        for argument in arguments:
-            _check_utf8(argument)
+        _check_surroundings(arguments)
         share_processors()
         return _run(line)
     except BrokenPipeError:
@@ -164,8 +162,8 @@ def _show_keys(arguments: list[str]) -> None:
 
 
 def _dotted_overrides(arguments: list[str]) -> Iterator[str]:
-    """The overrides of tables among the arguments, with their values: flags of verbs have no dots. A key without a
-    value, whose help somebody asks for, becomes its table."""
+    """Yield the overrides of keys in tables among the arguments, each with its value; only such overrides have dots. A
+    key without a value, as in a request for its help, is replaced by its table."""
     for flag, following in pairwise([*arguments, "--"]):
         name, equals, _ = flag.partition("=")
         if not name.startswith("--") or "." not in name:
@@ -251,18 +249,17 @@ def _show_group(group: str, arguments: list[str]) -> int:
     raise AssertionError("a group without a verb is refused")
 
 
-def _check_working_folder() -> None:
+def _check_surroundings(arguments: list[str]) -> None:
+    """Raise ConfigError if the working folder has been removed, or an argument is not UTF-8."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
         raise ConfigError("the working folder has been removed", hint="change to a folder that exists") from error
-
-
-def _check_utf8(argument: str) -> None:
-    try:
-        argument.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"the argument {argument!r} is not UTF-8") from error
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the argument {argument!r} is not UTF-8") from error
 
 
 def _short(name: str) -> str:

@@ -50,7 +50,11 @@ def _message(message: Any, where: str) -> Message:
             raise DataError(f"{where} is a function_call that is not a call in JSON", hint=hint)
         calls = [{"type": "function", "function": _with_arguments(call)} for call in calls]
         role, content = "assistant", ""
-    made = {"role": role, "content": _content(content, where), **rest, **({"tool_calls": calls} if calls else {})}
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise DataError(f"{where} has content that is not text", hint="images and sound cannot be trained on")
+    made = {"role": role, "content": content or "", **rest, **({"tool_calls": calls} if calls else {})}
     if not _is_learnt(message, role, where):
         return silenced(made)
     return made
@@ -73,15 +77,6 @@ def message_of(role: str, content: Any, where: str, key: str) -> Message:
 def silenced(message: Message) -> Message:
     """The message, with a weight of 0 if it is from the assistant, so that it is not trained on."""
     return message | {"weight": 0} if message["role"] == "assistant" else message
-
-
-def _content(content: Any, where: str) -> str:
-    """The content of a message as text; a list of text parts is joined."""
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise DataError(f"{where} has content that is not text", hint="images and sound cannot be trained on")
-    return content or ""
 
 
 def checked_text(value: Any, where: str, key: str) -> str:
