@@ -226,8 +226,8 @@ def _recover(path: Path, keep: Callable[[str], bool] | None = None) -> None:
                 sync_folder(path.parent)
             elif not former.with_suffix(".tmp").exists():
                 _take_late(former, path, keep)
-                left = former.rename(_aside(path))  # renamed before it is deleted, because a half-deleted folder must
-                never be restored shutil.rmtree(left)
+                left = former.rename(_aside(path))  # first rename: a half-deleted folder must never be restored
+                shutil.rmtree(left)
 
 
 def _formers(path: Path) -> list[Path]:

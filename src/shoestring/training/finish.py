@@ -51,9 +51,10 @@ from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
 
-_ALIGNED = 64  # alignment of tensors in a `_Room`, in bytes SAMPLE_TOKENS = 160  # number of tokens in a sample of
-generated text FEW_STEPS = 60 """Number of optimizer steps below which the log suggests more steps, if `run.epochs` sets
-the length of the run."""
+_ALIGNED = 64  # alignment of tensors in a `_Room`, in bytes
+SAMPLE_TOKENS = 160  # number of tokens in a sample of generated text
+FEW_STEPS = 60
+"""Number of optimizer steps below which the log suggests more steps, if `run.epochs` sets the length of the run."""
 
 
 @dataclass(frozen=True)
