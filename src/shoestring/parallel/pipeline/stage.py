@@ -327,7 +327,7 @@ class _Reads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         refusal = ConfigError(
             f"a stage reads `{name}`, which another stage trains",
-            hint="a pipeline needs a model that uses a parameter on the side of the blocks where it is declared",
+            hint="a pipeline needs parameters that are used only on the side of the blocks where they are declared",
         )
         try:
             result = func(*args, **(kwargs or {}))

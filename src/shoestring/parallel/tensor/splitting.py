@@ -257,7 +257,7 @@ class Splitting:
         except (RuntimeError, ValueError, IndexError) as error:
             raise ConfigError(
                 f"{type(self.model).__name__} does not run with its layers split: {error}",
-                hint="the model uses a number that is not divided with its layers: use parallel.FSDP() for this model",
+                hint="the model uses a size that is not divided with its layers: use parallel.FSDP() for this model",
             ) from error
         self._called = True
         return output
