@@ -82,17 +82,19 @@ def _keep(chances: Tensor, bound: Tensor) -> Tensor:
     return filtered / filtered.sum(-1, keepdim=True)
 
 
+def _descending(chances: Tensor) -> Tensor:
+    """Sort in descending order; on a CPU by NumPy, which sorts in vector registers and takes a third of the time."""
+    if chances.device.type == "cpu":
+        return torch.from_numpy(np.sort(chances.detach().numpy(), axis=-1)).flip(-1)
+    return chances.sort(-1, descending=True).values
+
+
 def _nucleus(chances: Tensor, top_p: float, top_k: int) -> Tensor:
     """The probability (…, 1) of the least likely token of the nucleus, the smallest set of likeliest tokens whose
     probabilities add up to `top_p`."""
     V = chances.shape[-1]
     for count in (min(top_k or NUCLEUS, V), V):  # sort all tokens only if the likeliest ones do not reach top_p
-        if count < V:
-            ordered = chances.topk(count).values
-        elif chances.device.type == "cpu":  # NumPy sorts in vector registers, and takes a third of the time
-            ordered = torch.from_numpy(np.sort(chances.detach().numpy(), axis=-1)).flip(-1)
-        else:
-            ordered = chances.sort(-1, descending=True).values
+        ordered = _descending(chances) if count == V else chances.topk(count).values
         before = ordered.cumsum(-1) - ordered
         if count == V or bool((before[..., -1] + ordered[..., -1] >= top_p).all()):
             break

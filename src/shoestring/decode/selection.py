@@ -40,10 +40,7 @@ class RunningThreshold:
     def select(self, scores: Tensor, counted: Tensor) -> Tensor:
         """Return which tokens of a micro-batch are selected (bool, of the shape of `counted`), and add their scores to
         the histogram."""
-        half, finite = BINS // 2, scores.double().nan_to_num()
-        steps = (finite.abs() / UNIT).log1p() * (half / math.log1p(SPAN / UNIT))
-        bins = (half + torch.where(finite < 0, -steps, steps).floor()).clamp(0, BINS - 1).to(torch.int64)
-        self.seen.index_add_(0, bins.flatten(), counted.flatten().to(torch.int64))
+        self.seen.index_add_(0, _bin(scores).flatten(), counted.flatten().to(torch.int64))
         return counted & (scores >= self.threshold)
 
     def settle(self, group: dist.ProcessGroup | None) -> None:
@@ -63,6 +60,13 @@ class RunningThreshold:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state_dict[name])
+
+
+def _bin(scores: Tensor) -> Tensor:
+    """The index of the histogram bin that each score falls into, int64."""
+    half, finite = BINS // 2, scores.double().nan_to_num()
+    steps = (finite.abs() / UNIT).log1p() * (half / math.log1p(SPAN / UNIT))
+    return (half + torch.where(finite < 0, -steps, steps).floor()).clamp(0, BINS - 1).to(torch.int64)
 
 
 def _edge(number: Tensor) -> Tensor:

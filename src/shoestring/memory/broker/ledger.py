@@ -201,11 +201,8 @@ class Ledger:
         file = self._others.get(name) or self._opened(name)
         if file is None:
             return None
-        # The kernel names the process that holds the file's lock, or 0 if it is in another PID namespace.
-        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, process = _FLOCK.unpack(fcntl.fcntl(file.descriptor, fcntl.F_GETLK, query))
-        holder = max(process, 0)
-        if kind == fcntl.F_UNLCK:  # nobody holds it, so the tenant's process has ended
+        holder = _holder(file.descriptor)
+        if holder is None:  # the tenant's process has ended
             self._others.pop(name).close()
             # only processes of its owner can remove the file of another user in a shared folder
             with suppress(OSError):
@@ -334,6 +331,13 @@ def _lock(descriptor: int) -> bool:
             return False
         raise
     return True
+
+
+def _holder(descriptor: int) -> int | None:
+    """ID of the process that holds a file's lock; 0 if it is in another PID namespace, None if there is no lock."""
+    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, process = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else max(process, 0)
 
 
 def _close_in_child() -> None:
