@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names may be bytes that are not UTF-8
     try:
-        _check_working_folder()
-        for argument in arguments:
-            _check_utf8(argument)
+        _check_surroundings(arguments)
         share_processors()
         return _run(line)
     except BrokenPipeError:
@@ -118,7 +116,9 @@ def _run(line: _CommandLine) -> int:
             _show_keys(arguments)
         raise
     if rest and verb.rest != "overrides":
-        close = _similar_flag(rest[0], verb.load())
+        # Suggest the most similar flag, such as `--data.template` for `--template`.
+        flag = rest[0].lstrip("-").partition("=")[0].rpartition(".")[2].replace("_", "-")
+        close = "".join(difflib.get_close_matches(f"--{flag}", list(_flags_of(verb.load())), n=1, cutoff=0.75))
         hint = f"did you mean `{close}`?" if close else f"shoestring {name} --help"
         raise ConfigError(f"unknown argument `{rest[0]}`", hint=hint)
     return parsed(rest if verb.rest == "overrides" else line.command) if verb.rest else parsed()
@@ -137,13 +137,6 @@ def _check_run_is_named(name: str, verb: type, arguments: list[str]) -> None:
     if not asks and not named:
         hint = f"such as shoestring {name} finetune …; recipes: {', '.join(recipes.find())}"
         raise ConfigError(f"`shoestring {name}` needs the name of a recipe, a run file or a run folder", hint=hint)
-
-
-def _similar_flag(argument: str, verb: type) -> str:
-    """The flag of a verb that is most similar to an unknown argument (`--template` for `--data.template`); empty if
-    none is similar."""
-    flag = argument.lstrip("-").partition("=")[0].rpartition(".")[2].replace("_", "-")
-    return "".join(difflib.get_close_matches(f"--{flag}", list(_flags_of(verb)), n=1, cutoff=0.75))
 
 
 def _flags_of(verb: type) -> Iterator[str]:
@@ -169,8 +162,8 @@ def _show_keys(arguments: list[str]) -> None:
 
 
 def _dotted_overrides(arguments: list[str]) -> Iterator[str]:
-    """The overrides of tables among the arguments, with their values: flags of verbs have no dots. A key without a
-    value, whose help somebody asks for, becomes its table."""
+    """Yield the overrides of keys in tables among the arguments, each with its value; only such overrides have dots. A
+    key without a value, as in a request for its help, is replaced by its table."""
     for flag, following in pairwise([*arguments, "--"]):
         name, equals, _ = flag.partition("=")
         if not name.startswith("--") or "." not in name:
@@ -256,35 +249,35 @@ def _show_group(group: str, arguments: list[str]) -> int:
     raise AssertionError("a group without a verb is refused")
 
 
-def _check_working_folder() -> None:
+def _check_surroundings(arguments: list[str]) -> None:
+    """Raise ConfigError if the working folder has been removed, or an argument is not UTF-8."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
         raise ConfigError("the working folder has been removed", hint="change to a folder that exists") from error
-
-
-def _check_utf8(argument: str) -> None:
-    try:
-        argument.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"the argument {argument!r} is not UTF-8") from error
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the argument {argument!r} is not UTF-8") from error
 
 
 def _short(name: str) -> str:
     return name if len(name) <= 80 else f"{name[:40]}…{name[-20:]}"
 
 
-def _as_flags(hint: str) -> str:
-    """Add the equivalent flag to every `set key = value` in a hint, such as `set data.form = "chat"`."""
-    flag = lambda match: f"{match[0]} (here: --{match[1].removeprefix('run.')} {match[3]})"  # noqa: E731
-    return re.sub(r'\bset ((?:\w+\.)+\w+) = ("?)([^\s",;]+)\2', flag, hint)
-
-
 def _report_error(error: ShoestringError, verb: str = "") -> int:
     """Print an error and return the exit code; under torchrun, write it to a file, so that it is printed only once."""
     message = f"error: {error.parts()[1]}"
-    if error.hint:
-        hint = _as_flags(error.hint) if verb in VERBS and VERBS[verb].rest == "overrides" else error.hint
+    hint = error.hint
+    if hint and verb in VERBS and VERBS[verb].rest == "overrides":
+        # Add the equivalent flag to every `set key = value` in the hint, such as `set data.form = "chat"`.
+        hint = re.sub(
+            r'\bset ((?:\w+\.)+\w+) = ("?)([^\s",;]+)\2',
+            lambda match: f"{match[0]} (here: --{match[1].removeprefix('run.')} {match[3]})",
+            hint,
+        )
+    if hint:
         message += f"\n\nhint: {hint}"
     agent_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if agent_file:

@@ -1,4 +1,4 @@
-"""What settings of other tools are called here, to answer users who know those by name."""
+"""Maps names of settings in other tools to the keys of run files, for hints to users who know those tools."""
 
 from __future__ import annotations
 

@@ -371,7 +371,19 @@ def override(document: dict[str, Any], flags: Sequence[str], source: str = "the 
         if "." not in name and name not in (run_keys := [field.name for field in fields(Settings)]):
             name = renames.new_name(f"run.{name}").removeprefix("run.")
             if name not in run_keys:
-                if same := _flags_of(name, document):
+                # Suggest keys of this name in other tables. Tables that the document turns on come first, and those
+                # that are the default of an area that it does not name.
+                on = {f"{area}.{technique}" for area, technique in DEFAULTS.items() if area not in document}
+                on |= {
+                    f"{area}.{key}"
+                    for area, content in document.items()
+                    if isinstance(content, dict)
+                    for key in content
+                }
+                settings_of = {"data": Data, **keys()}
+                named = [table for table in settings_of if name in {field.name for field in fields(settings_of[table])}]
+                named.sort(key=lambda table: table not in on)
+                if same := " or ".join(f"`--{table}.{name}`" for table in named[:3]):
                     raise ConfigError(f"`{flag}` is no key of [run]", hint=f"did you mean {same}?")
                 if here := other_names.flags(name):
                     raise ConfigError(f"`{flag}` is no key of [run]", hint=f"here it is {here}: shoestring keys {name}")
@@ -391,20 +403,6 @@ def override(document: dict[str, Any], flags: Sequence[str], source: str = "the 
         else:
             raise ConfigError(f"`{flag}` needs a value", hint=f"for a switch: {flag} true")
     precedence.settle(document, overridden)
-
-
-def _flags_of(name: str, document: Mapping[str, Any]) -> str:
-    """Suggest up to three flags for a key of this name in other tables; tables of the document come first."""
-    tables: dict[str, type] = {"data": Data, **keys()}
-    named = [table for table, settings in tables.items() if name in {field.name for field in fields(settings)}]
-    named.sort(key=lambda table: not _is_on(table, document))
-    return " or ".join(f"`--{table}.{name}`" for table in named[:3])
-
-
-def _is_on(table: str, document: Mapping[str, Any]) -> bool:
-    """Whether a run file turns a technique on, or names no technique of its area and gets this one by default."""
-    area, _, technique = table.partition(".")
-    return technique in document.get(area, {}) or (area not in document and DEFAULTS.get(area) == technique)
 
 
 def _literal(text: str) -> Any:

@@ -21,7 +21,7 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def last_only(model: nn.Module) -> Callable[[bool], AbstractContextManager[Any]]:
-    """Make a function from whether a micro-batch is a step's last one to a context for its forward and backward pass.
+    """Return a function that takes whether a micro-batch is the last of its step, and returns a context for its passes.
 
     In these contexts, DDP averages gradients over ranks in the last micro-batch only; earlier ones accumulate locally.
     """

@@ -23,8 +23,9 @@ def gpt(bits=None, tied=True):
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_computes_the_same_and_holds_its_tensors_in_one_piece(bits, tied, monkeypatch):
-    monkeypatch.setattr(huge_pages, "_are_offered", lambda: True)
+def test_a_model_computes_the_same_and_holds_its_tensors_in_one_piece(bits, tied, monkeypatch, tmp_path):
+    monkeypatch.setattr(huge_pages, "_POLICY", tmp_path / "enabled")
+    huge_pages._POLICY.write_text("always [madvise] never\n")
     model = gpt(bits, tied)
     tokens, adapter = torch.arange(9)[None], adapt(model)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from shoestring import figures
-from shoestring.commands.printing import Output, say, table
+from shoestring.commands.printing import PrintsResult, say, table
 from shoestring.commands.shared import RunPath
 from shoestring.verbs.settings import CheckpointImport, ExportFormat
 
@@ -24,11 +24,8 @@ class CheckpointsOfRun:
 
 
 @dataclass(frozen=True)
-class ListCheckpoints(CheckpointsOfRun):
+class ListCheckpoints(PrintsResult, CheckpointsOfRun):
     """Arguments of `shoestring checkpoint ls`."""
-
-    output: Output = field(default_factory=Output)
-    """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import list_checkpoints
@@ -39,13 +36,11 @@ class ListCheckpoints(CheckpointsOfRun):
 
 
 @dataclass(frozen=True)
-class VerifyCheckpoints(CheckpointsOfRun):
+class VerifyCheckpoints(PrintsResult, CheckpointsOfRun):
     """Arguments of `shoestring checkpoint verify`."""
 
     step: Positional[int | None] = None
     """Step of the checkpoints to verify; by default all checkpoints are verified."""
-    output: Output = field(default_factory=Output)
-    """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import verify
@@ -64,11 +59,8 @@ class OneCheckpoint(CheckpointsOfRun):
 
 
 @dataclass(frozen=True)
-class ShowCheckpoint(OneCheckpoint):
+class ShowCheckpoint(PrintsResult, OneCheckpoint):
     """Arguments of `shoestring checkpoint show`."""
-
-    output: Output = field(default_factory=Output)
-    """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import show
@@ -79,11 +71,8 @@ class ShowCheckpoint(OneCheckpoint):
 
 
 @dataclass(frozen=True)
-class ExplainResume(CheckpointsOfRun):
+class ExplainResume(PrintsResult, CheckpointsOfRun):
     """Arguments of `shoestring checkpoint explain`."""
-
-    output: Output = field(default_factory=Output)
-    """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import explain
@@ -130,15 +119,13 @@ class ImportCheckpoint:
 
 
 @dataclass(frozen=True)
-class TrimCheckpoints(CheckpointsOfRun):
+class TrimCheckpoints(PrintsResult, CheckpointsOfRun):
     """Arguments of `shoestring checkpoint trim`."""
 
     keep: int
     """Number of newest checkpoints on disk to keep."""
     memory: bool = False
     """Delete also the checkpoints that a dead run left in this host's shared memory."""
-    output: Output = field(default_factory=Output)
-    """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.trim import trim

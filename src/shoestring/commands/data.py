@@ -17,7 +17,7 @@ from shoestring.storage.foreign import one_line, printable
 from shoestring.verbs.settings import DataView
 
 if TYPE_CHECKING:
-    from shoestring.verbs.data import RenderedPiece, ShownData, ShownSample
+    from shoestring.verbs.data import RenderedPiece, ShownData
 
 _GREEN, _BOLD, _DIM, _RESET = "\x1b[32m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
@@ -56,20 +56,16 @@ def _lines(data: ShownData, coloured: bool) -> Iterator[str]:
         yield ""
         yield one_line(f"{record.where}{': left out, because ' + record.left_out if record.left_out else ''}")
         for sample in record.samples:
-            yield from _sample_lines(sample, coloured)
+            runs = groupby(sample.pieces, key=lambda piece: piece.learnt)
+            text = "".join((_coloured if coloured else _marked)(list(pieces), learnt) for learnt, pieces in runs)
+            for line in text.split("\n"):
+                yield f"  {line}"
+            cut = f", {sample.cut:,} more are cut" if sample.cut else ""
+            left_out = f"; left out, because {sample.left_out}" if sample.left_out else ""
+            if sample.tokens:
+                yield f"  -- {sample.tokens - sample.cut:,} tokens, {sample.learnt:,} of them learnt{cut}{left_out}"
     yield ""
     yield from map(one_line, _summary(data))
-
-
-def _sample_lines(sample: ShownSample, coloured: bool) -> Iterator[str]:
-    runs = groupby(sample.pieces, key=lambda piece: piece.learnt)
-    text = "".join((_coloured if coloured else _marked)(list(pieces), learnt) for learnt, pieces in runs)
-    for line in text.split("\n"):
-        yield f"  {line}"
-    cut = f", {sample.cut:,} more are cut" if sample.cut else ""
-    left_out = f"; left out, because {sample.left_out}" if sample.left_out else ""
-    if sample.tokens:
-        yield f"  -- {sample.tokens - sample.cut:,} tokens, {sample.learnt:,} of them learnt{cut}{left_out}"
 
 
 def _coloured(pieces: list[RenderedPiece], learnt: bool) -> str:

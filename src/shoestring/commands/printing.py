@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from shoestring import figures
@@ -44,6 +44,14 @@ class Output:
             say(json.dumps(value, indent=2))
         else:
             say_lines(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintsResult:
+    """Arguments of a verb that prints its result as text or as JSON."""
+
+    output: Output = field(default_factory=Output)
+    """Format of the output."""
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -30,8 +30,16 @@ class ShownLines:
         return self.lines
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrintsSummary:
+    """Arguments of a verb that prints a summary of a profile."""
+
+    shown: ShownLines = ShownLines()
+    """Settings for the printed summary."""
+
+
 @dataclass(frozen=True)
-class RunProfiled:
+class RunProfiled(PrintsSummary):
     """Arguments of `shoestring profile` when it runs a program."""
 
     program: Positional[str] = ""
@@ -40,8 +48,6 @@ class RunProfiled:
     """Name of a Python module to run instead of a file, as with `python -m`."""
     settings: ProgramProfiling = field(default_factory=ProgramProfiling)
     """Settings of the profiling."""
-    shown: ShownLines = ShownLines()
-    """Settings for the printed summary."""
 
     def __call__(self, arguments: Sequence[str]) -> int:
         from shoestring.profile.summary import summary
@@ -67,7 +73,7 @@ class RunProfiled:
 
 
 @dataclass(frozen=True)
-class ViewProfile:
+class ViewProfile(PrintsSummary):
     """Arguments of `shoestring profile view`."""
 
     files: Positional[tuple[Path, ...]]
@@ -75,8 +81,6 @@ class ViewProfile:
     times of each profile."""
     out: Path | None = None
     """Path of the page to write; defaults to the path of the first profile, with `.html` in place of `.npz`."""
-    shown: ShownLines = ShownLines()
-    """Settings for the printed summary."""
 
     def __call__(self) -> int:
         from shoestring.profile.summary import summary
@@ -90,7 +94,7 @@ class ViewProfile:
 
 
 @dataclass(frozen=True)
-class DiffProfiles:
+class DiffProfiles(PrintsSummary):
     """Arguments of `shoestring profile diff`."""
 
     before: Positional[Path]
@@ -99,8 +103,6 @@ class DiffProfiles:
     """File with the later profile."""
     out: Path = Path("profile-diff.html")
     """Path of the page to write; its flame graph is red where time was added, and blue where time was removed."""
-    shown: ShownLines = ShownLines()
-    """Settings for the printed summary."""
 
     def __call__(self) -> int:
         from shoestring.profile.summary import changes
@@ -159,12 +161,18 @@ class ShownTensors:
     """Number of tensors to print, the largest first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ViewMemory(ShownTensors):
-    """Arguments of `shoestring memory view`."""
+@dataclass(frozen=True)
+class MemoryRecording:
+    """Arguments that name a recording of memory."""
 
     file: Positional[Path]
     """File with the recording, or the folder of a run that has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewMemory(ShownTensors, MemoryRecording):
+    """Arguments of `shoestring memory view`."""
+
     out: Path | None = None
     """Path of the page to write; defaults to the path of the recording, with `.html` in place of `.npz`."""
 
@@ -192,11 +200,9 @@ class DiffMemory(ShownTensors):
 
 
 @dataclass(frozen=True)
-class ExportMemory:
+class ExportMemory(MemoryRecording):
     """Arguments of `shoestring memory export`."""
 
-    file: Positional[Path]
-    """File with the recording, or the folder of a run that has one."""
     out: Path | None = None
     """File to write; defaults to the path of the recording, with `.pickle` in place of `.npz`."""
 

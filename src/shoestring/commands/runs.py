@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from shoestring import figures
-from shoestring.commands.printing import Output, say, say_lines
+from shoestring.commands.printing import PrintsResult, say, say_lines
 from shoestring.commands.shared import TrainedRun
 from shoestring.core.errors import STOPPED, ConfigError
 from shoestring.processors import processors
@@ -89,11 +89,17 @@ class RunSource:
 
 
 @dataclass(frozen=True)
-class Train(RunSource):
-    """Arguments of `shoestring train`."""
+class TrainingSource(RunSource):
+    """Arguments that name the settings of a run, and the ranks that train it."""
 
     ranks: Ranks = Ranks()
     """Number of ranks to start."""
+
+
+@dataclass(frozen=True)
+class Train(TrainingSource):
+    """Arguments of `shoestring train`."""
+
     restarts: int = 0
     """Number of times to restart all ranks after one of them has died; use it with run.resume = "auto". Errors that
     only the user can correct, such as a wrong run file, end the run at once."""
@@ -204,15 +210,13 @@ class Plan(RunSource):
 
 
 @dataclass(frozen=True)
-class SearchKeys:
+class SearchKeys(PrintsResult):
     """Arguments of `shoestring keys`."""
 
     words: Positional[tuple[str, ...]] = ()
     """Words to search for: names of keys or tables, or words of help texts. Without words, all keys are listed."""
     packages: tuple[str, ...] = ()
     """Names of packages of your own whose features are searched too."""
-    output: Output = field(default_factory=Output)
-    """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.keys import lines_of, search
@@ -224,11 +228,8 @@ class SearchKeys:
 
 
 @dataclass(frozen=True)
-class DistillDrafter(RunSource):
+class DistillDrafter(TrainingSource):
     """Arguments of `shoestring distill`."""
-
-    ranks: Ranks = Ranks()
-    """Number of ranks to start."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         resolved = self.load(overrides)

@@ -82,7 +82,7 @@ class _Terminal:
             "/save": self._save,
             "/load": lambda name: conversation.load(_path(name, "/load")),
             "/set": self._set,
-            "/rates": lambda _: self._toggle_rates(),
+            "/rates": self._toggle_rates,
         }
 
     def take(self, entry: str) -> bool:
@@ -142,7 +142,7 @@ class _Terminal:
         numbers = {**vars(self.conversation.rule()), "seed": self.conversation.options.seed}
         say(", ".join(f"{setting} {number:g}" for setting, number in numbers.items()), sys.stderr)
 
-    def _toggle_rates(self) -> None:
+    def _toggle_rates(self, _: str) -> None:
         self.shows_rates = not self.shows_rates
         say(f"rates are {'shown' if self.shows_rates else 'hidden'}", sys.stderr)
 

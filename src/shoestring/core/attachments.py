@@ -287,7 +287,18 @@ class Attachments:
                 axis for axis in self.world.axes if self.owners.get(f"SHARD over {axis}") == self.attaching[0]
             )
         if trained is not None:
-            self._check_trained(trained)
+            owner, parameters = self.attaching[0], self._parameters()
+            for name, tensor in trained.items():
+                if name not in parameters:
+                    raise ConfigError(f"`{owner}` gives the optimizer `{name}`, which is no parameter of the model")
+                if tensor.numel() != parameters[name].numel():
+                    sizes = f"{tensor.numel()} elements for `{name}`, which has {parameters[name].numel()}"
+                    hint = "a shard of a tensor must be a DTensor, which has the shape of the whole tensor"
+                    raise ConfigError(f"`{owner}` gives the optimizer {sizes}", hint=hint)
+                for placement in getattr(tensor, "placements", ()):
+                    if placement.is_partial():
+                        message = f"`{owner}` gives the optimizer `{name}` as {placement}, which no rank has as a value"
+                        raise ConfigError(message, hint="reduce it: its placements must be Shard or Replicate")
             self._trained, self._refresh = dict(trained), refresh
 
     def claim(self, over: Sequence[str], *, trained: bool = False, whole: bool = False) -> None:
@@ -311,20 +322,6 @@ class Attachments:
             former = f"`{others[0]}` has" if others else "the program has"
             message = f"`{owner}` needs whole parameters, and {former} sharded `{sharded[0]}`"
             raise ConflictError(message, hint=f"remove the table [{owner}], or use parallel.FSDP() in its place")
-
-    def _check_trained(self, trained: Mapping[str, Tensor]) -> None:
-        owner, parameters = self.attaching[0], self._parameters()
-        for name, tensor in trained.items():
-            if name not in parameters:
-                raise ConfigError(f"`{owner}` gives the optimizer `{name}`, which is no parameter of the model")
-            if tensor.numel() != parameters[name].numel():
-                sizes = f"{tensor.numel()} elements for `{name}`, which has {parameters[name].numel()}"
-                hint = "a shard of a tensor must be a DTensor, which has the shape of the whole tensor"
-                raise ConfigError(f"`{owner}` gives the optimizer {sizes}", hint=hint)
-            for placement in getattr(tensor, "placements", ()):
-                if placement.is_partial():
-                    message = f"`{owner}` gives the optimizer `{name}` as {placement}, which no rank has as a value"
-                    raise ConfigError(message, hint="reduce it: its placements must be Shard or Replicate")
 
     def check_gradients(self) -> None:
         """Raise ConfigError if none of the tensors that an owner of SHARD gave to the optimizer has a gradient."""

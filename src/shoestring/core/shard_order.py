@@ -30,7 +30,8 @@ class ShardOrder:
 
     @classmethod
     def of(cls, shape: Sequence[int], dim: int, sections: Sequence[int], ranks: int) -> ShardOrder:
-        """The order if each rank has an equal part of every section of `dim`; the parts follow one another by rank."""
+        """Return the order in which each rank has an equal part of every section along `dim`, and ranks follow each
+        other."""
         starts = itertools.accumulate(sections, initial=0)
         parts = [(start, size // ranks) for start, size in zip(starts, sections, strict=False)]
         return cls(
@@ -42,7 +43,8 @@ class ShardOrder:
         return tensor.ndim == len(self.shape) and tensor.shape[self.dim] == self.shape[self.dim]
 
     def of_range(self, first: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """The parameter's slices that [first, first + size) of the DTensor covers: start, size, offset from `first`."""
+        """Yield (start, size, offset from `first`) of each slice of the parameter that the DTensor holds in [first,
+        first + size)."""
         at = 0
         for start, extent in self.stretches:
             low, high = max(first, at), min(first + size, at + extent)

@@ -50,7 +50,13 @@ def call_model(model: nn.Module, batch: Batch) -> Output:
         return model(inputs)
     optional = {name: batch[name] for name in _OPTIONAL if name in batch}
     for name in optional:
-        _check_takes(model, name)
+        inner = unwrap(model)
+        parameters = inspect.signature(inner.forward).parameters
+        if name not in parameters and not any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        ):
+            hint = "remove it from the batch: a causal model does not see padding on the right; its labels are -100"
+            raise ConfigError(f"`{type(inner).__name__}` takes no `{name}`, which the batch has", hint=hint)
     return model(inputs, **optional)
 
 
@@ -139,11 +145,3 @@ def _entry(batch: Batch, position: int, name: str, other: str) -> Tensor:
         hint = 'a data set gives tensors after with_format("torch")'
         raise ConfigError(f"{what} is a {type(value).__name__}, not a tensor", hint=hint)
     return value
-
-
-def _check_takes(model: nn.Module, name: str) -> None:
-    inner = unwrap(model)
-    parameters = inspect.signature(inner.forward).parameters
-    if name not in parameters and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        hint = "remove it from the batch: a causal model does not see padding on the right; its labels are -100"
-        raise ConfigError(f"`{type(inner).__name__}` takes no `{name}`, which the batch has", hint=hint)

@@ -71,8 +71,8 @@ def witten_bell(train: bytes, held_out: bytes, order: int = 5) -> np.ndarray:
 
 
 def _grams(text: bytes, length: int) -> np.ndarray:
-    """For each byte of `text`, the `length` bytes that end with it, as one integer whose most significant byte is the
-    oldest; (len(text),)."""
+    """For each byte of `text`, the n-gram of `length` bytes that ends with it, as a big-endian integer;
+    (len(text),)."""
     dtype = next(kind for kind in (np.uint8, np.uint16, np.uint32, np.uint64) if np.dtype(kind).itemsize >= length)
     padded = np.frombuffer(bytes(length - 1) + text, np.uint8)
     codes = np.zeros(len(text), dtype)

@@ -50,7 +50,14 @@ def with_template(tokenizer: Tokenizer, named: str) -> Tokenizer:
         named = "chatml" if _knows_chatml(tokenizer) else "plain"
         _warn(f'the model has no chat template, so chats are written as data.template = "{named}" does')
     tokenizer.companions[_FILE] = _content(tokenizer, named)
-    _warn_of_markers(tokenizer, named)
+    # A model would have to write a marker that is no token letter by letter.
+    markers = dict.fromkeys(_MARKER.findall(template_source(tokenizer) or ""))
+    for marker in [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None][:1]:
+        _warn(
+            f"`{marker}` of the chat template `{named}` is ordinary text for this tokenizer, which takes "
+            f"{len(tokenizer.encode(marker))} tokens and appears in answers; "
+            'data.template = "plain" needs no tokens of its own'
+        )
     return tokenizer
 
 
@@ -71,18 +78,6 @@ def _content(tokenizer: Tokenizer, named: str) -> bytes:
 
 def _knows_chatml(tokenizer: Tokenizer) -> bool:
     return all(tokenizer.engine.token_to_id(token) is not None for token in _CHATML)
-
-
-def _warn_of_markers(tokenizer: Tokenizer, named: str) -> None:
-    """Warn if a template's markers are not tokens of the tokenizer, so that a model would have to write them letter by
-    letter."""
-    markers = dict.fromkeys(_MARKER.findall(template_source(tokenizer) or ""))
-    for marker in [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None][:1]:
-        _warn(
-            f"`{marker}` of the chat template `{named}` is ordinary text for this tokenizer, which takes "
-            f"{len(tokenizer.encode(marker))} tokens and appears in answers; "
-            'data.template = "plain" needs no tokens of its own'
-        )
 
 
 @cache

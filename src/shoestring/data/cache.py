@@ -92,7 +92,17 @@ class Shared:
         folder = private_folder(root, f"shoestring-data-{os.geteuid()}")
         self.path = folder / f"{name}-{samples}-{room}"
         self._thread = threading.Lock()
-        _remove_unused(folder, self.path)
+        # Remove the files of other caches that no process has open any more: a process holds a shared lock on its
+        # file.
+        for path in folder.iterdir():
+            if path != self.path:
+                with suppress(OSError):
+                    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        path.unlink()
+                    finally:
+                        os.close(file)
         table = _HEAD.size + samples * _ENTRY.itemsize
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -207,20 +217,6 @@ def _warn_of_less_room(error: OSError, stored: int, room: int) -> None:
     """Warn that /dev/shm has less room than `data.cache_memory` allows the cache."""
     reason, mib = error.strerror, 1 << 20
     log.warning("`%s`: %s: data.cache_memory keeps %d of %d MiB", MEMORY, reason, stored // mib, room // mib)
-
-
-def _remove_unused(folder: Path, but: Path) -> None:
-    """Remove the files of other caches that no process has open any more: a process with an open file holds a shared
-    lock on it."""
-    for path in folder.iterdir():
-        if path != but:
-            with suppress(OSError):
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                finally:
-                    os.close(file)
 
 
 # -- the data set ------------------------------------------------------------------------------------------------------

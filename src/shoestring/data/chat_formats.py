@@ -107,7 +107,17 @@ def parse_record(record: Mapping[str, Any], name: str, where: str) -> Parsed:
         DataError: the format is unknown, or a part of the record is invalid.
     """
     values = {key: value for key, value in without_nulls(_renamed(record, name, where)).items() if value is not None}
-    parsed = _FORMATS[_format_of(values, where)](values, where)
+    known = format_of(values)
+    if not known:
+        listed = ", ".join(f"`{key}`" for key in list(values)[:8]) or "none"
+        hint = (
+            "keys of known formats: `messages`, `conversations`, `instruction` and `output`, `prompt` and `completion`;"
+        )
+        raise DataError(
+            f"{where}: not a known chat format; its keys are {listed}",
+            hint=f"{hint} map other keys by data.field, such as prompt=question, completion=answer",
+        )
+    parsed = _FORMATS[known](values, where)
     for text in texts_of(list(vars(parsed).values())):
         try:
             text.encode()
@@ -182,17 +192,6 @@ def _renamed(record: Mapping[str, Any], name: str, where: str) -> Mapping[str, A
             raise DataError(f"{where}: no field {other!r}", hint=f"data.field: {nearest(other, record)}")
     common = ("tools", "functions", "documents", "chat_template_kwargs", "weight", "mask", "system")
     return {key: record[key] for key in common if key in record} | {key: record[n] for key, n in names.items()}
-
-
-def _format_of(values: Mapping[str, Any], where: str) -> str:
-    if name := format_of(values):
-        return name
-    keys = ", ".join(f"`{key}`" for key in list(values)[:8]) or "none"
-    hint = "keys of known formats: `messages`, `conversations`, `instruction` and `output`, `prompt` and `completion`;"
-    raise DataError(
-        f"{where}: not a known chat format; its keys are {keys}",
-        hint=f"{hint} map other keys by data.field, such as prompt=question, completion=answer",
-    )
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------

@@ -43,8 +43,18 @@ def _message(message: Any, where: str) -> Message:
     rest = {key: value for key, value in message.items() if key not in taken}
     calls = read_calls(message, where)
     if role == "function_call":  # ShareGPT's role for a call, or a list of calls, in JSON
-        role, calls, content = "assistant", _spoken_calls(content, where), ""
-    made = {"role": role, "content": _content(content, where), **rest, **({"tool_calls": calls} if calls else {})}
+        calls = _parsed(content) if isinstance(content, str) else content
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+            hint = 'a call is {"name": …, "arguments": {…}}'
+            raise DataError(f"{where} is a function_call that is not a call in JSON", hint=hint)
+        calls = [{"type": "function", "function": _with_arguments(call)} for call in calls]
+        role, content = "assistant", ""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise DataError(f"{where} has content that is not text", hint="images and sound cannot be trained on")
+    made = {"role": role, "content": content or "", **rest, **({"tool_calls": calls} if calls else {})}
     if not _is_learnt(message, role, where):
         return silenced(made)
     return made
@@ -69,15 +79,6 @@ def silenced(message: Message) -> Message:
     return message | {"weight": 0} if message["role"] == "assistant" else message
 
 
-def _content(content: Any, where: str) -> str:
-    """The content of a message as text; a list of text parts is joined."""
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise DataError(f"{where} has content that is not text", hint="images and sound cannot be trained on")
-    return content or ""
-
-
 def checked_text(value: Any, where: str, key: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: {key!r} is {type(value).__name__}, not text", hint="correct the record")
@@ -100,15 +101,6 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return {**call, "function": _with_arguments(call["function"])}
     arguments = _parsed(call["arguments"]) if isinstance(call.get("arguments"), str) else None
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else dict(call)
-
-
-def _spoken_calls(content: Any, where: str) -> list[Any]:
-    calls = _parsed(content) if isinstance(content, str) else content
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        hint = 'a call is {"name": …, "arguments": {…}}'
-        raise DataError(f"{where} is a function_call that is not a call in JSON", hint=hint)
-    return [{"type": "function", "function": _with_arguments(call)} for call in calls]
 
 
 # -- what is learnt ----------------------------------------------------------------------------------------------------
@@ -190,8 +182,8 @@ def from_json_text(value: Any) -> Any:
 
 
 def as_rows(value: Any) -> Any:
-    """Convert a value to a list of objects, from JSON text or from the dict of columns that `datasets` may make of such
-    a list."""
+    """Convert a value to a list of objects; it may be JSON text, or a dict of columns, to which `datasets` may convert
+    such a list."""
     value = from_json_text(value)
     columns = list(value.values()) if isinstance(value, Mapping) else []
     if not columns or not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):

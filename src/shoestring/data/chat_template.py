@@ -152,7 +152,18 @@ class ChatTemplate:
 
         samples = []
         for text, spans in AnswerFinder(render, list(self.special)).texts(safe["messages"], learnt):
-            tokens, trained = self._flagged(text, spans, mark)
+            # If the tokenizer allows it, the spans and the text between them are encoded one by one, as in generation,
+            # where an answer follows the tokens of its prompt. Otherwise a token belongs to the span of its first
+            # character.
+            edges = (
+                sorted({0, len(text), *(edge for span in spans for edge in span)}) if self._joins else [0, len(text)]
+            )
+            tokens: list[int] = []
+            trained: list[bool] = []
+            for start, end in pairwise(edges):
+                ids, places = self._pieces(text[start:end], mark)
+                tokens += ids
+                trained += [any(first <= start + place < last for first, last in spans) for place in places]
             if trained and trained[-1] and tokens[-1] not in self.special.values():
                 tokens, trained = [*tokens, self.tokenizer.end_of_text], [*trained, True]
             samples.append((tokens, trained))
@@ -172,21 +183,6 @@ class ChatTemplate:
                     ]
                     ends.update(set(last) & {*self.special.values(), *self.tokenizer.ends})
         return sorted(ends)
-
-    def _flagged(self, text: str, spans: Sequence[tuple[int, int]], mark: str) -> tuple[list[int], list[bool]]:
-        """Encode a text; returns its tokens, and for each token whether it lies in a span.
-
-        If the tokenizer allows it, the spans and the text between them are encoded one by one, as in generation, where
-        an answer follows the tokens of its prompt. Otherwise a token belongs to the span of its first character.
-        """
-        edges = sorted({0, len(text), *(edge for span in spans for edge in span)}) if self._joins else [0, len(text)]
-        tokens: list[int] = []
-        trained: list[bool] = []
-        for start, end in pairwise(edges):
-            ids, places = self._pieces(text[start:end], mark)
-            tokens += ids
-            trained += [any(first <= start + place < last for first, last in spans) for place in places]
-        return tokens, trained
 
     @cached_property
     def _joins(self) -> bool:

@@ -106,11 +106,26 @@ def prepare_source(source: str, settings: Data, folder: Path) -> Corpus:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source.endswith(".tokens"):
-        return _from_tokens(Path(source), settings, folder)
+        # Held-out text is held_out.tokens in the same folder, or else the last documents of the file.
+        path = Path(source)
+        header, tokenizer, beside = check_tokens(path, settings)
+        tokenizer.save(folder / "tokenizer.json")
+        if beside is not None:
+            train = TokenDataset(path, settings.sequence)
+            return Corpus(train, TokenDataset(beside, settings.sequence, pad_last=True), tokenizer)
+        return _hold_out_tail(path, header, tokenizer, settings)
     reader = open_source(spool(source, folder), settings.record_field)
     recipe = recipe_of(reader, settings)
     if settings.form != "text":
-        return _prepare_chats(reader, settings, folder, recipe)
+        if settings.tokenizer == "bpe":
+            raise DataError("chats need the tokenizer of a model", hint='set data.tokenizer = "model"')
+        tokenizer = with_template(_tokenizer(settings, []), settings.template)
+        if not chats.usable(folder, recipe):
+            (chats if settings.form == "chat" else preferences).write(reader, tokenizer, settings, folder, recipe)
+            tokenizer.save(folder / "tokenizer.json")
+        kind = chats.ChatDataset if settings.form == "chat" else preferences.PreferenceDataset
+        train, held_out = (kind(folder / name, settings.sequence) for name in chats.FILES)
+        return Corpus(train, held_out, tokenizer)
     if not _usable(folder, recipe):
         _write(reader, settings, folder, recipe)
     train = TokenDataset(folder / "train.tokens", settings.sequence)
@@ -128,18 +143,6 @@ def begin_with(folder: Path, prepared: Path) -> None:
             with suppress(OSError):  # a file system without links, or a file that was replaced meanwhile
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.link(path, place)
-
-
-def _prepare_chats(reader: Source, settings: Data, folder: Path, recipe: str) -> Corpus:
-    if settings.tokenizer == "bpe":
-        raise DataError("chats need the tokenizer of a model", hint='set data.tokenizer = "model"')
-    tokenizer = with_template(_tokenizer(settings, []), settings.template)
-    if not chats.usable(folder, recipe):
-        (chats if settings.form == "chat" else preferences).write(reader, tokenizer, settings, folder, recipe)
-        tokenizer.save(folder / "tokenizer.json")
-    kind = chats.ChatDataset if settings.form == "chat" else preferences.PreferenceDataset
-    train, held_out = (kind(folder / name, settings.sequence) for name in chats.FILES)
-    return Corpus(train, held_out, tokenizer)
 
 
 def recipe_of(reader: Source, settings: Data) -> str:
@@ -307,17 +310,6 @@ def check_tokens(path: Path, settings: Data) -> tuple[Header, Tokenizer, Path | 
                 hint="set data.tokenizer to the tokenizer.json that wrote it",
             )
     return header, tokenizer, beside if split else None
-
-
-def _from_tokens(path: Path, settings: Data, folder: Path) -> Corpus:
-    """The corpus in a token file; the held-out text is held_out.tokens in the same folder, or else the last documents
-    of the file."""
-    header, tokenizer, beside = check_tokens(path, settings)
-    tokenizer.save(folder / "tokenizer.json")
-    if beside is not None:
-        train = TokenDataset(path, settings.sequence)
-        return Corpus(train, TokenDataset(beside, settings.sequence, pad_last=True), tokenizer)
-    return _hold_out_tail(path, header, tokenizer, settings)
 
 
 def _hold_out_tail(path: Path, header: Header, tokenizer: Tokenizer, settings: Data) -> Corpus:

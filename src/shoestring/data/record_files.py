@@ -21,9 +21,9 @@ from shoestring.storage.compressed import COMPRESSIONS, open_text
 PARQUET = ".parquet"
 _BLOCK = 1 << 20
 _LONGEST_WORD = 16
-"""Upper bound of the length in characters of JSON tokens other than strings: a syntax error closer than this to the end
-of the text read so far may only mean that a token is cut off. The longest such tokens are `-Infinity` and escapes of
-characters."""
+"""Maximum length in characters of JSON tokens other than strings; the longest are `-Infinity` and escapes of
+characters. A syntax error within this distance of the end of the text read so far may only mean that a token is cut
+off."""
 _LINES = "each line of a .jsonl file is one object"
 _ARRAY = "a .json file is an array of objects, or one object after the other"
 _SPACE = re.compile(r"[ \t\r\n]*")

@@ -309,7 +309,14 @@ class HuggingFace(Source):
     def __init__(self, name: str, field: str) -> None:
         self.name, self.field = name, field
         path, config, split = _parts_of(name)
-        self.rows = _load(path, config, split)
+        datasets = _datasets()
+        _check_local(path)
+        try:
+            self.rows = datasets.load_dataset(path, config, split=split)  # own file: checked above
+        except Exception as error:  # `datasets`, pyarrow and other readers have no common base class of errors
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            hint = "check the name, the split and the network"
+            raise DataError(f"cannot load hf:{path}: {reason}", hint=hint) from error
         if field and "=" not in field and field not in self.rows.column_names:
             raise DataError(
                 f"hf:{name}: no field {field!r}", hint=f"data.field: {nearest(field, self.rows.column_names)}"
@@ -364,16 +371,6 @@ def _datasets() -> Any:
     except ImportError as error:
         raise DataError("hf: data sets need the `datasets` package", hint="pip install shoestring[hf]") from error
     return datasets
-
-
-def _load(path: str, config: str | None, split: str) -> Any:
-    datasets = _datasets()
-    _check_local(path)
-    try:
-        return datasets.load_dataset(path, config, split=split)  # own file: checked above
-    except Exception as error:  # `datasets`, pyarrow and other readers have no common base class of errors
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"cannot load hf:{path}: {reason}", hint="check the name, the split and the network") from error
 
 
 def _check_local(name: str) -> None:

@@ -35,16 +35,12 @@ _CONTEXT = 4
 """Maximum number of earlier tokens that are decoded together with new tokens, to give them context."""
 
 
-def _byte_characters() -> Iterator[str]:
-    """Iterate over the characters that represent the bytes 0 to 255, as in GPT-2: a printable byte represents itself,
-    other bytes get the characters from U+0100 on."""
-    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return (chr(byte if byte in printing else next(others)) for byte in range(BYTES))
-
-
-BYTE_CHARACTERS = {character: byte for byte, character in enumerate(_byte_characters())}
-"""Maps each character of the tokens of a byte-level tokenizer to the byte that it represents."""
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+"""Bytes that are printable characters in Latin-1."""
+_OTHERS = [byte for byte in range(BYTES) if byte not in _PRINTABLE]
+BYTE_CHARACTERS = {chr(byte if byte in _PRINTABLE else 0x100 + _OTHERS.index(byte)): byte for byte in range(BYTES)}
+"""Maps each character of the tokens of a byte-level tokenizer to the byte that it represents. As in GPT-2, a printable
+byte is represented by its own character, and the other bytes by the characters from U+0100 on."""
 
 
 class Spelling:

@@ -242,8 +242,8 @@ class Tokenizer:
 
     @cached_property
     def _middle(self) -> list[int]:
-        """An ordinary token as context: a token that is decoded after this one has the text that it has in the middle
-        of a text."""
+        """An ordinary token to decode before another token, so that the other one gets its text as in the middle of a
+        text."""
         names = ((token, self.engine.id_to_token(token) or "") for token in range(self.vocab_size))
         return next(([token] for token, text in names if text.isalnum() and self.decode([token])), [])
 

@@ -8,6 +8,7 @@ matches only at the end.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -307,28 +308,25 @@ class _Automaton:
                 begin = self._built(inner, begin)
             return begin
         if part.kind == "repeat":
-            return self._repeated(part, begin)
+            (inner,) = part.parts
+            for _ in range(part.least):
+                begin = self._built(inner, begin)
+            end = self._state()
+            self._edge(begin, "", end)
+            if part.most is None:
+                again = self._state()
+                self._edge(end, "", again)
+                self._edge(self._built(inner, again), "", end)
+            for _ in range(part.least, part.most or 0):
+                begin = self._built(inner, begin)
+                self._edge(begin, "", end)
+            return end
         end = self._state()
         if part.kind == "choice":
             for inner in part.parts:
                 self._edge(self._built(inner, begin), "", end)
         else:
             self._edge(begin, part.ranges or part.kind, end)
-        return end
-
-    def _repeated(self, part: _Part, begin: int) -> int:
-        (inner,) = part.parts
-        for _ in range(part.least):
-            begin = self._built(inner, begin)
-        end = self._state()
-        self._edge(begin, "", end)
-        if part.most is None:
-            again = self._state()
-            self._edge(end, "", again)
-            self._edge(self._built(inner, again), "", end)
-        for _ in range(part.least, part.most or 0):
-            begin = self._built(inner, begin)
-            self._edge(begin, "", end)
         return end
 
     def reached(self, states: Iterable[int], anchor: str) -> frozenset[int]:
@@ -397,7 +395,10 @@ def _expression(table: Table, ends: set[int]) -> str | None:
     paths |= {(begin, 0): ""} | {(state, end): "" for state in ends}
     left = set(range(len(table)))
     while left:
-        state = min(left, key=lambda one: (_crossings(paths, one), one))
+        # The state to remove is the one that the fewest paths cross: each way in can be joined with each way out.
+        ways_in = Counter(after for one, after in paths if one != after)
+        ways_out = Counter(one for one, after in paths if one != after)
+        state = min(left, key=lambda one: (ways_in[one] * ways_out[one], one))
         left.remove(state)
         loop = paths.pop((state, state), None)
         again = "" if loop is None else f"{_group(loop)}*"
@@ -417,11 +418,6 @@ def _expression(table: Table, ends: set[int]) -> str | None:
             raise _too_long()
     whole = paths.get((begin, end))
     return None if whole is None else f"^(?:{whole})$"
-
-
-def _crossings(paths: dict[tuple[int, int], str], state: int) -> int:
-    before = sum(after == state != one for one, after in paths)
-    return before * sum(one == state != after for one, after in paths)
 
 
 def _group(path: str) -> str:

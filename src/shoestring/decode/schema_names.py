@@ -67,12 +67,9 @@ def _rewritten(schema: Any, escaped: Sequence[str], shared: Sequence[str]) -> An
             own[key] = {name: _rewritten(part, escaped, shared) for name, part in value.items()}
         else:
             own[key] = _rewritten(value, escaped, shared)
-    return _adjacent(own | _patterns(own, escaped, shared))
-
-
-def _adjacent(own: Keywords) -> Keywords:
-    """Move patterns and additional properties next to the properties, because llguidance treats the keywords before and
-    after a keyword such as `allOf` as separate schemas."""
+    # Move patterns and additional properties next to the properties, because llguidance treats the keywords before and
+    # after a keyword such as `allOf` as separate schemas.
+    own = own | _patterns(own, escaped, shared)
     if "patternProperties" not in own:
         return own
     together = ("properties", "patternProperties", "additionalProperties")

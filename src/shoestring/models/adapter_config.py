@@ -43,7 +43,13 @@ class AdapterConfig:
             CheckpointError: the file cannot be read, or an entry has a wrong type or an unsupported value.
         """
         config = adapter_fields(path)
-        _check_supported(config)
+        plain = {"peft_type": ("LORA",), "bias": ("none", None), "lora_bias": (False, None)}
+        plain |= dict.fromkeys(("layer_replication", "target_parameters", "trainable_token_indices"), (None, [], {}))
+        plain |= dict.fromkeys(("use_qalora", "use_bdlora"), (False, None))
+        for name, values in plain.items():
+            if (value := config.get(name)) not in values and name in config:
+                hint = "LoRA and DoRA of linear layers are supported, without trained biases"
+                raise CheckpointError(f"{config.where}: {name} is {reprlib.repr(value)}", hint=hint)
         patterns = config.entries("alpha_pattern")
         return cls(
             base=config.text("base_model_name_or_path", ""),
@@ -85,13 +91,3 @@ def adapter_fields(path: Path) -> Fields:
         reason = error.strerror if isinstance(error, OSError) else f"`{path}`: {error}"
         raise CheckpointError(f"`{folder}` holds no adapter: {reason}", hint="name a folder that PEFT wrote") from error
     return Fields(config, f"`{path}`", CheckpointError)
-
-
-def _check_supported(config: Fields) -> None:
-    plain = {"peft_type": ("LORA",), "bias": ("none", None), "lora_bias": (False, None)}
-    plain |= dict.fromkeys(("layer_replication", "target_parameters", "trainable_token_indices"), (None, [], {}))
-    plain |= dict.fromkeys(("use_qalora", "use_bdlora"), (False, None))
-    for name, values in plain.items():
-        if (value := config.get(name)) not in values and name in config:
-            hint = "LoRA and DoRA of linear layers are supported, without trained biases"
-            raise CheckpointError(f"{config.where}: {name} is {reprlib.repr(value)}", hint=hint)

@@ -40,7 +40,12 @@ def routers(model: nn.Module) -> set[nn.Module]:
         experts = {child: count for name, child in block.named_children() if (count := _experts_in(name, child))}
         if experts:
             inside = {module for child in experts for module in child.modules()}
-            layers |= {module for module in set(block.modules()) - inside if _outputs(module) in experts.values()}
+            weights = {module: module._parameters.get("weight") for module in set(block.modules()) - inside}
+            layers |= {
+                module
+                for module, weight in weights.items()
+                if weight is not None and weight.dim() == 2 and weight.shape[0] in experts.values()
+            }
     return layers | {module for layer in layers for module in layer.modules()}
 
 
@@ -50,12 +55,6 @@ def _experts_in(name: str, module: nn.Module) -> int:
         return len(module)
     shapes = [parameter.shape for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
     return shapes[0][0] if shapes else 0
-
-
-def _outputs(module: nn.Module) -> int:
-    """Number of rows of a module's own weight; -1 if the module has no weight matrix."""
-    weight = module._parameters.get("weight")
-    return weight.shape[0] if weight is not None and weight.dim() == 2 else -1
 
 
 def read_by_others(model: nn.Module) -> dict[nn.Module, str]:

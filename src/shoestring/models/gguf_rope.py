@@ -129,7 +129,7 @@ def read_rope(
 
 
 def _check_usual(fields: Fields, kind: str) -> None:
-    """Raise `ConfigError` if a key changes the scaling of this kind as transformers does not support."""
+    """Raise `ConfigError` if a key changes this kind of scaling in a way that transformers does not support."""
     mixed = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # -1 means that the scaling type determines the value
     usual = {**_USUAL, "rope.scaling.yarn_ext_factor": mixed if mixed < 0 else float(kind == "yarn")}
     for name, value in usual.items():

@@ -251,16 +251,18 @@ def carried_by(model: nn.Module, act: Callable[[], Any]) -> tuple[tuple[str, str
     before = values()
     act()
     after = values()
-    changed = [place for place, value in before.items() if not _equal(value, after.get(place))]
+    changed = []
+    for place, value in before.items():
+        now = after.get(place)
+        if isinstance(value, Tensor) and isinstance(now, Tensor):
+            same = value.shape == now.shape and bool((value == now).all())
+        else:
+            same = value is now or (type(value) is type(now) and bool(value == now))
+        if not same:
+            changed.append(place)
     for module, name in changed:
         setattr(module, name, before[module, name])
     return tuple(sorted({(type(module).__name__, name) for module, name in changed}))
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.shape == second.shape and bool((first == second).all())
-    return first is second or (type(first) is type(second) and bool(first == second))
 
 
 def _copied(value: Any) -> Any:

@@ -35,11 +35,19 @@ def settle(model: nn.Module) -> int:
     Returns:
         Number of bytes moved; 0 if the weights are smaller than a huge page, or if the system offers no huge pages.
     """
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_movable(tensor)]
+    tensors = [
+        tensor
+        for tensor in (*model.parameters(), *model.buffers())
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if tensor.is_contiguous() and tensor.nbytes > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    ]
     users = Counter(tensor.data_ptr() for tensor in tensors)
     tensors = [tensor for tensor in tensors if users[tensor.data_ptr()] == 1]
     total = sum(_padded(tensor) for tensor in tensors)
-    if total < HUGE or not _are_offered():
+    offered = False  # whether the system provides huge pages to a process that requests them by `madvise`
+    with suppress(OSError):
+        offered = hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _POLICY.read_text()  # own file: the system's
+    if total < HUGE or not offered:
         return 0
     try:
         memory = mmap.mmap(-1, total + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # own file: memory
@@ -55,17 +63,5 @@ def settle(model: nn.Module) -> int:
     return total
 
 
-def _is_movable(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return plain and tensor.is_contiguous() and tensor.nbytes > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
 def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-
-
-def _are_offered() -> bool:
-    """Whether the system provides huge pages to a process that requests them by `madvise`."""
-    with suppress(OSError):
-        return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _POLICY.read_text()  # own file: the system's
-    return False

@@ -87,7 +87,15 @@ def save_state(
     for ours, parts in layout(config):
         rows = state[ours].detach().cpu().split([part.shape[0] for part in parts])
         tensors |= {part.name: piece for part, piece in zip(parts, rows, strict=True)}
-    shards = _shards(tensors, max_shard_bytes)
+    # Each shard has at most `max_shard_bytes` bytes of tensors, or a single larger tensor.
+    shards: list[list[str]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
     (folder / CONFIG).unlink(missing_ok=True)
     total = len(shards)
     files = [SINGLE] if total == 1 else [f"model-{i + 1:05}-of-{total:05}.safetensors" for i in range(total)]
@@ -117,7 +125,25 @@ def load_pretrained(folder: Path) -> GPT:
     """
     config = from_llama_config(_read_json(folder / CONFIG), str(folder / CONFIG))
     files = {name: file for file in weight_files(folder) for name in _names(file)}
-    _check_names(config, files, folder)
+    if config.layers > len(files):
+        raise CheckpointError(
+            f"{folder}: {CONFIG} asks for {config.layers} layers, but there are only {len(files)} tensors"
+        )
+    expected = {part.name: part for _, parts in layout(config) for part in parts}
+    # Early versions of the layout also stored the rotary frequencies, and some stored a copy of the tied embedding.
+    spare = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    if config.tied and "lm_head.weight" in files and not expected.keys() - files.keys():
+        embed = expected["model.embed_tokens.weight"]
+        head = LlamaTensor("lm_head.weight", embed.shape)
+        if torch.equal(_read(files[head.name], head), _read(files[embed.name], embed)):
+            spare.add(head.name)
+    for problem, names in (
+        ("missing", expected.keys() - files.keys()),
+        ("unexpected", files.keys() - expected.keys() - spare),
+    ):
+        if names:
+            listed = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise CheckpointError(f"{folder}: {problem} tensors: {listed}")
     read = _outline if torch.get_default_device().type == "meta" else _read
     with torch.device("meta"):
         model = GPT(config)
@@ -170,7 +196,19 @@ def from_llama_config(content: Mapping[str, Any], where: str) -> GPTConfig:
     """
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in required if name not in content]
-    _check_supported(content, where)
+    supported = {
+        "model_type": ("llama",),
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "quantization_config": (None,),
+    }
+    defaults = {"model_type": "missing", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for name, values in supported.items():
+        value = content.get(name, defaults.get(name))
+        if not any(value is allowed or value == allowed for allowed in values):
+            text = reprlib.repr(value)
+            raise ConfigError(f"{where}: {name} is {text}", hint=f"only {values[0]!r} is supported")
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     fields, heads = Fields(content, where, ConfigError), content["num_attention_heads"]
@@ -204,22 +242,6 @@ def supports(content: Mapping[str, Any]) -> bool:
     return True
 
 
-def _check_supported(content: Mapping[str, Any], where: str) -> None:
-    supported = {
-        "model_type": ("llama",),
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "quantization_config": (None,),
-    }
-    defaults = {"model_type": "missing", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for name, values in supported.items():
-        value = content.get(name, defaults.get(name))
-        if not any(value is allowed or value == allowed for allowed in values):
-            text = reprlib.repr(value)
-            raise ConfigError(f"{where}: {name} is {text}", hint=f"only {values[0]!r} is supported")
-
-
 def _rope(fields: Fields, where: str) -> float:
     """Base of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` (earlier versions)."""
     for name in ("rope_parameters", "rope_scaling"):
@@ -232,20 +254,6 @@ def _rope(fields: Fields, where: str) -> float:
         if rope.number("partial_rotary_factor", 1.0) != 1.0:
             raise ConfigError(f"{where}: {name} rotates only part of a head", hint="partial_rotary_factor must be 1")
     return fields.entries("rope_parameters").number("rope_theta", fields.number("rope_theta", 10_000.0))
-
-
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Split tensors into shards, in order: lists of names, each with at most `limit` bytes of tensors or a single
-    larger tensor."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, tensor in tensors.items():
-        if not shards or tensor.nbytes > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(name)
-        room -= tensor.nbytes
-    return shards
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -290,28 +298,6 @@ def _names(file: Path) -> list[str]:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def _check_names(config: GPTConfig, files: Mapping[str, Path], folder: Path) -> None:
-    if config.layers > len(files):
-        raise CheckpointError(
-            f"{folder}: {CONFIG} asks for {config.layers} layers, but there are only {len(files)} tensors"
-        )
-    expected = {part.name: part for _, parts in layout(config) for part in parts}
-    # Early versions of the layout also stored the rotary frequencies, and some stored a copy of the tied embedding.
-    spare = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    if config.tied and "lm_head.weight" in files and not expected.keys() - files.keys():
-        embed = expected["model.embed_tokens.weight"]
-        head = LlamaTensor("lm_head.weight", embed.shape)
-        if torch.equal(_read(files[head.name], head), _read(files[embed.name], embed)):
-            spare.add(head.name)
-    for problem, names in (
-        ("missing", expected.keys() - files.keys()),
-        ("unexpected", files.keys() - expected.keys() - spare),
-    ):
-        if names:
-            listed = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise CheckpointError(f"{folder}: {problem} tensors: {listed}")
 
 
 def _read(file: Path, part: LlamaTensor) -> Tensor:

@@ -290,27 +290,23 @@ def _from_replaced(folder: Path, trust: bool) -> nn.Module:
     user = trust_of(folder, config, granted=trust)
     user.require()
     with opening(folder, f"the {mark.text('format')} model in", also=ShoestringError):
-        return _replaced(mark, config, folder, user)
+        plain, layers = _mark(config, folder, mark.table("of")), mark.entries("layers")
+        dtype = mark.text("dtype")
+        if dtype not in ("float32", "float64", "bfloat16", "float16"):
+            raise CheckpointError(f"{mark.where}: dtype is {reprlib.repr(dtype)}, not a data type of weights")
+        bits: dict[str, Any] = {name: layers.entries("bits").count(name) for name in layers.table("bits", {})}
+        adapted = {name: layers.entries(slorb.NAME).count(name) for name in layers.table(slorb.NAME, {})}
+        if wrong := set(bits.values()) - {4, 8}:
+            raise CheckpointError(f"{mark.where}: layers of {min(wrong)} bits", hint="only 4 and 8 are supported")
 
+        def build() -> nn.Module:
+            built = _unfilled(plain, config, folder, user).to(getattr(torch, dtype))
+            slorb.make_room(built, adapted)
+            packed24.replace(built, layers.texts("2:4"))
+            quantized.replace(built, bits)
+            return built
 
-def _replaced(mark: Fields, config: Mapping[str, Any], folder: Path, trust: Trust) -> nn.Module:
-    plain, layers = _mark(config, folder, mark.table("of")), mark.entries("layers")
-    dtype = mark.text("dtype")
-    if dtype not in ("float32", "float64", "bfloat16", "float16"):
-        raise CheckpointError(f"{mark.where}: dtype is {reprlib.repr(dtype)}, not a data type of weights")
-    bits: dict[str, Any] = {name: layers.entries("bits").count(name) for name in layers.table("bits", {})}
-    adapted = {name: layers.entries(slorb.NAME).count(name) for name in layers.table(slorb.NAME, {})}
-    if wrong := set(bits.values()) - {4, 8}:
-        raise CheckpointError(f"{mark.where}: layers of {min(wrong)} bits", hint="only 4 and 8 are supported")
-
-    def build() -> nn.Module:
-        built = _unfilled(plain, config, folder, trust).to(getattr(torch, dtype))
-        slorb.make_room(built, adapted)
-        packed24.replace(built, layers.texts("2:4"))
-        quantized.replace(built, bits)
-        return built
-
-    return _filled(build, folder)
+        return _filled(build, folder)
 
 
 def _unfilled(mark: Fields, config: Mapping[str, Any], folder: Path, trust: Trust) -> nn.Module:

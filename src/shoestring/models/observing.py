@@ -163,7 +163,7 @@ def check_native(model: nn.Module, texts: ReferenceTexts) -> None:
     narrow = copy.deepcopy(model).float()
     layers, text = decoder_layers.of(narrow), texts.long[None]
     if layers is None:
-        raise _UnlikeError("its layers are of another form")
+        raise _UnlikeError("native code does not support the form of its layers")
     cache = KVCache(1, text.shape[1])
     for start in range(0, text.shape[1], FEW_ROWS):
         tokens = text[:, start : start + FEW_ROWS]

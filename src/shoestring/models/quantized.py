@@ -381,8 +381,8 @@ def _why_not(model: nn.Module, module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding):
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", module.num_embeddings)
         if module.num_embeddings != vocabulary:
-            return "it is of positions"
-        return f"{type(module).__name__} does more than to look rows up" if scale_of(module) is None else None
+            return "it embeds positions, not tokens"
+        return f"{type(module).__name__} does more than look up rows" if scale_of(module) is None else None
     return None
 
 
@@ -391,7 +391,7 @@ def _why_no_experts(module: nn.Module, name: str, parameter: Tensor) -> str | No
     if not _is_read_by_index(type(module), name):
         return "its matrices are not read one by one"
     if parameter.shape[1] % LANES:
-        return f"its rows are no multiple of {LANES}"
+        return f"its number of rows is not a multiple of {LANES}"
     return unfit(parameter.flatten(0, 1))
 
 

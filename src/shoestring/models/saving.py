@@ -119,7 +119,21 @@ def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
             config = llama.to_llama_config(built.config, dtype) | {MARKER: {"format": "gpt"}}
         elif hf.is_pretrained(built):
             config = hf.config_of(built, TRANSFORMERS)
-        _save_replaced(built, new, config)
+        adapted, bits = slorb.adapted(built), quantized.quantized(built)
+        packed = [*packed24.packed(built), *quantized.packed(built)]
+        plain = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
+        floats = (tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
+        # If all layers are quantised, no stored tensor is floating-point; then the layers' outputs give the data type.
+        rounded = (like.dtype for name, like in built.named_buffers() if name.endswith(".like"))
+        dtype = next(chain(floats, rounded))
+        mark = {
+            "format": "quantized" if bits else "packed" if packed else "adapted",
+            "of": plain.get("of", plain),
+            "dtype": str(dtype).removeprefix("torch."),
+            "layers": {"2:4": packed} | ({slorb.NAME: adapted} if adapted else {}) | ({"bits": bits} if bits else {}),
+        }
+        _save_weights(built, new / "model.safetensors")
+        write_atomic(new / "config.json", json.dumps({**config, MARKER: mark}, indent=2).encode())
     elif isinstance(built, GPT):
         llama.save_pretrained(built, new)
     elif hf.is_pretrained(built):
@@ -131,26 +145,6 @@ def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
     else:
         _save_weights(built, new / "model.safetensors")
         write_atomic(new / "config.json", json.dumps(config, indent=2).encode())
-
-
-def _save_replaced(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
-    """Write a model with packed, quantised or adapted layers; `config` is the content of config.json for its plain
-    form."""
-    adapted, bits = slorb.adapted(built), quantized.quantized(built)
-    packed = [*packed24.packed(built), *quantized.packed(built)]
-    plain = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
-    floats = (tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
-    # If all layers are quantised, no stored tensor is floating-point, so the data type of the layers' outputs is used.
-    rounded = (like.dtype for name, like in built.named_buffers() if name.endswith(".like"))
-    dtype = next(chain(floats, rounded))
-    mark = {
-        "format": "quantized" if bits else "packed" if packed else "adapted",
-        "of": plain.get("of", plain),
-        "dtype": str(dtype).removeprefix("torch."),
-        "layers": {"2:4": packed} | ({slorb.NAME: adapted} if adapted else {}) | ({"bits": bits} if bits else {}),
-    }
-    _save_weights(built, new / "model.safetensors")
-    write_atomic(new / "config.json", json.dumps({**config, MARKER: mark}, indent=2).encode())
 
 
 def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:

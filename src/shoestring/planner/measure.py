@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import methodcaller
@@ -129,10 +129,11 @@ def _fake_job(attachments: Attachments, batch: Batch, shape: tuple[int, int]) ->
 
 
 def measure_sizes(attachments: Attachments, batch: Batch, shape: tuple[int, int]) -> ModelCosts:
-    """Like `measure`, but on fake tensors: bytes are those of real tensors, and times mean nothing.
+    """Like `measure`, but on fake tensors: bytes are as for real tensors, and times are meaningless.
 
     Args:
-        attachments: those of a job with resolved features; the model is on the meta device, and gets fake tensors.
+        attachments: attachments of a job with resolved features, whose model is on the meta device and gets fake
+            tensors.
         batch, shape: see `memory.predicted.predict`.
 
     Raises:
@@ -178,7 +179,9 @@ class _Measuring:
         self.job, self.world, self.update, self.sustained = job, world, update, sustained
         self.attachments = attachments_of(job)
         self.model = self.attachments.module
-        self.blocks = self._alike_blocks()
+        self.blocks = list[nn.Module]()  # the model's repeated blocks; empty if a pipeline cannot cut it between them
+        with suppress(ConfigError):
+            self.blocks = Layout(self.model).blocks
         self.kind_of = list[int]()  # index of a block -> index of the equal block that is measured in its place
         self.timed = dict[int, _Timed]()
         self.before, self.behind = _Timed(), _Timed()
@@ -187,13 +190,6 @@ class _Measuring:
         self.inputs = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]()
         self.outputs = dict[int, Any]()
         self._entered = self._left = 0.0
-
-    def _alike_blocks(self) -> list[nn.Module]:
-        """The model's repeated blocks; empty if a pipeline cannot cut the model between them."""
-        try:
-            return Layout(self.model).blocks
-        except ConfigError:
-            return []
 
     def measure(self, batch: Batch, samples: int) -> None:
         """Measure all parts of the model on a batch."""

@@ -136,7 +136,14 @@ class _Building:
         pieces = self._work.get((one.part, one.backward)) or [*self._pieces(one)]
         self._work[one.part, one.backward] = pieces
         if not averaged and not step.gathered:
-            pieces = [_joined(pieces)]
+            pieces = [
+                _Piece(
+                    sum(piece.seconds for piece in pieces),
+                    sum(piece.exchanged for piece in pieces),
+                    sum(piece.calls for piece in pieces),
+                    sum(piece.trained for piece in pieces),
+                )
+            ]
         name = "backward" if one.backward else "forward"
         ended, gathers = -1, list[int]()
         for number, piece in enumerate(pieces):
@@ -240,16 +247,6 @@ class _Piece(NamedTuple):
     exchanged: float
     calls: int
     trained: float
-
-
-def _joined(pieces: Sequence[_Piece]) -> _Piece:
-    """Add up several pieces into one."""
-    return _Piece(
-        sum(piece.seconds for piece in pieces),
-        sum(piece.exchanged for piece in pieces),
-        sum(piece.calls for piece in pieces),
-        sum(piece.trained for piece in pieces),
-    )
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

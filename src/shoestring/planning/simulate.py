@@ -43,8 +43,17 @@ def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None)
     for index, task in enumerate(tasks):
         if any(not 0 <= earlier < index for earlier in task.after):
             raise ValueError(f"task {index} ({task.name}) must come after earlier tasks, not {task.after}")
-    if not slowdown:
-        return _longest_paths(tasks)
+    if not slowdown:  # each task starts once its resource is free and its inputs exist
+        trace, free = Trace(origin=0.0, keep=max(len(tasks), 1)), dict[str, float]()
+        starts, ends = list[float](), list[float]()
+        for task in tasks:
+            starts.append(max((ends[earlier] for earlier in task.after), default=0.0))
+            starts[-1] = max(starts[-1], free.get(task.resource, 0.0))
+            ends.append(starts[-1] + task.seconds)
+            free[task.resource] = ends[-1]
+        for index in sorted(range(len(tasks)), key=ends.__getitem__):
+            trace.record(tasks[index].name, tasks[index].kind, starts[index], ends[index], tasks[index].nbytes)
+        return trace
     beside, trace, left, now = slowdown, Trace(origin=0.0, keep=max(len(tasks), 1)), {}, 0.0
     queues: dict[str, deque[int]] = {}
     for index, task in enumerate(tasks):
@@ -66,20 +75,6 @@ def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None)
                 trace.record(task.name, task.kind, began[head], now + passed, task.nbytes)
                 del left[head]
         now += passed
-    return trace
-
-
-def _longest_paths(tasks: Sequence[Task]) -> Trace:
-    """Simulate tasks that do not slow each other down: each starts once its resource is free and its inputs exist."""
-    trace, free = Trace(origin=0.0, keep=max(len(tasks), 1)), dict[str, float]()
-    starts, ends = list[float](), list[float]()
-    for task in tasks:
-        starts.append(max((ends[earlier] for earlier in task.after), default=0.0))
-        starts[-1] = max(starts[-1], free.get(task.resource, 0.0))
-        ends.append(starts[-1] + task.seconds)
-        free[task.resource] = ends[-1]
-    for index in sorted(range(len(tasks)), key=ends.__getitem__):
-        trace.record(tasks[index].name, tasks[index].kind, starts[index], ends[index], tasks[index].nbytes)
     return trace
 
 

@@ -112,22 +112,6 @@ class Objective:
         if self.compared is not None and self.compared.cache_folder:
             self.attachments.keep(f"{self.settings.name}.cache", FlushedWithCheckpoints(self), merged=True)
 
-    def _opened_cache(self) -> SampleCache | None:
-        """The cache of the reference's log-probabilities on disk; None if the settings ask for none.
-
-        The cache's identity includes the hashes of all frozen weights, so that values of another reference are never
-        read.
-        """
-        if self.cache is None and self.compared is not None and self.compared.cache_folder:
-            kind = self.attachments.world.device.type
-            autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
-            states = {name: entry.state for name, entry in self.attachments.kept.items()}
-            frozen = {name: state.digest for name, state in states.items() if isinstance(state, Reference)}
-            identity = {"kinds": KINDS, "autocast": autocast, "frozen": frozen}
-            self.cache = SampleCache(Path(self.compared.cache_folder), identity)
-            self.attachments.exits.callback(self.cache.close)
-        return self.cache
-
     # -- forward passes ------------------------------------------------------------------------------------------------
 
     def with_reference(self, model: nn.Module, batch: Batch) -> Any:
@@ -149,7 +133,17 @@ class Objective:
         Args:
             computed: whether to run the forward pass even if the cache holds the values.
         """
-        cache = self._opened_cache()
+        # The cache's identity includes the hashes of all frozen weights, so that values of another reference are never
+        # read.
+        if self.cache is None and self.compared is not None and self.compared.cache_folder:
+            kind = self.attachments.world.device.type
+            autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+            states = {name: entry.state for name, entry in self.attachments.kept.items()}
+            frozen = {name: state.digest for name, state in states.items() if isinstance(state, Reference)}
+            identity = {"kinds": KINDS, "autocast": autocast, "frozen": frozen}
+            self.cache = SampleCache(Path(self.compared.cache_folder), identity)
+            self.attachments.exits.callback(self.cache.close)
+        cache = self.cache
         keys = [] if cache is None else sample_keys(batch, also=("labels", "targets", ANSWERS))
         if not computed and cache is not None and not must_compute(cache, keys, self.attachments):
             return cache.read(keys)["sums"].to(batch[ANSWERS].device)

@@ -55,17 +55,13 @@ def merged(profiles: Sequence[Profile], labels: Sequence[str] = ()) -> Profile:
     sources: dict[str, str] = {}
     for profile in profiles:
         sources = dict(profile.sources) | sources
-    return Profile(tree, facts, sources, RankTimes(_unique(names), times))
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Make names unique: a repeated name gets a number appended."""
+    # A repeated name gets a number appended.
     counts: dict[str, int] = {}
     unique = []
     for name in names:
         counts[name] = counts.get(name, 0) + 1
         unique.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
-    return unique
+    return Profile(tree, facts, sources, RankTimes(unique, times))
 
 
 @dataclass(frozen=True)

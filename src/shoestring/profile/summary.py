@@ -11,7 +11,6 @@ import numpy as np
 from shoestring.figures import nanoseconds, percent, seconds
 from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
-from shoestring.profile.findings import Finding
 from shoestring.profile.lines import LineTime, by_line, import_time, in_backward, short, without_imports
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.tree import CallTree, NodeKind, without_native
@@ -27,7 +26,14 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
     """Yield lines of text that show at most `most` source lines, and a third as many operators and native functions."""
     tree, total = profile.tree, max(without_imports(profile.tree), 1)
     yield from _headline(profile)
-    yield from _findings(find(profile))
+    findings = find(profile)
+    for number, finding in enumerate(findings, 1):
+        where = f"{short(finding.file)}:{finding.line}: " if finding.file else ""
+        saving = f"; {finding.saving}" if finding.saving else ""
+        yield ""
+        yield f"{number}. {where}{finding.title}{saving}"
+        yield f"   {finding.evidence}"
+        yield f"   {finding.advice}"
     lines = sorted(by_line(tree, profile.facts.inside).items(), key=lambda item: -item[1].total)
     rows = [_line_row(profile.sources, place, line, total) for place, line in lines[:most]]
     yield ""
@@ -120,16 +126,6 @@ def waits(facts: Facts) -> list[tuple[str, float]]:
 def root(tree: CallTree) -> np.ndarray:
     """Mask that selects the root node, whose own time belongs to no line and no operator."""
     return tree.kind == NodeKind.ROOT
-
-
-def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    for number, finding in enumerate(findings, 1):
-        where = f"{short(finding.file)}:{finding.line}: " if finding.file else ""
-        saving = f"; {finding.saving}" if finding.saving else ""
-        yield ""
-        yield f"{number}. {where}{finding.title}{saving}"
-        yield f"   {finding.evidence}"
-        yield f"   {finding.advice}"
 
 
 def _line_row(sources: Mapping[str, str], place: tuple[str, int], line: LineTime, total: int) -> list[str]:

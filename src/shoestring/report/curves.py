@@ -12,7 +12,7 @@ from shoestring.report import digest
 from shoestring.report.reading import RunFolder, arrays, tables, values_at
 
 LARGE, SMALL = 2000, 600  # maximum points per curve in a large and in a small chart
-MEANS = 500  # number of intervals of a thinned curve whose means are used when the page smooths it
+MEANS = 500  # number of intervals of a thinned curve; the page smooths the means over these intervals
 
 _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
@@ -92,7 +92,8 @@ def thin(values: Sequence[float] | np.ndarray, limit: int) -> list[int]:
 
 
 def _stretches(length: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide `length` indices into at most `number` equal intervals: their first indices, and each index's interval."""
+    """Divide `length` indices into at most `number` equal intervals; returns the first index of each, and each index's
+    interval."""
     starts = np.arange(min(number, length)) * length // min(number, length)
     return starts, np.repeat(np.arange(len(starts)), np.diff(np.append(starts, length)))
 

@@ -52,7 +52,9 @@ class TensorBoard:
 
         for name, item in findings.items():
             if isinstance(item, Table):
-                self._writer.add_text(name, _markdown(item), step)
+                lines = [item.head, ["---"] * len(item.head), *item.rows]
+                cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+                self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
                 continue
             pixels = item.bytes_of_pixels()
             height, width = pixels.shape[:2]
@@ -280,13 +282,6 @@ def _import_or_hint(extra: str) -> Iterator[None]:
     except ImportError as error:
         hint = f'pip install "shoestring[{extra}]"'
         raise ShoestringError(f"`run.sinks`: {extra} is not installed ({error})", hint=hint) from error
-
-
-def _markdown(table: Table) -> str:
-    """A table as Markdown."""
-    lines = [table.head, ["---"] * len(table.head), *table.rows]
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:

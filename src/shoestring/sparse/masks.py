@@ -170,7 +170,7 @@ def prune(weight: Tensor, mask: Tensor) -> Tensor:
 def require_bool(mask: Tensor) -> Tensor:
     """Return the mask; raise ConfigError if its type is not bool."""
     if mask.dtype != torch.bool:
-        raise ConfigError(f"a mask of {mask.dtype} inverts to other numbers than 0 and 1", hint="give a bool mask")
+        raise ConfigError(f"inverting a mask of {mask.dtype} gives values other than 0 and 1", hint="give a bool mask")
     return mask
 
 

@@ -42,7 +42,13 @@ def private_folder(root: Path, *names: str, make: bool = True) -> Path:
         return path
     above = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _check_root(root, os.fstat(above))
+        # In the root folder, other users must not be able to rename or remove entries; the sticky bit prevents that.
+        status = os.fstat(above)
+        if not status.st_mode & stat.S_ISVTX:
+            if status.st_uid not in (0, os.geteuid()):
+                raise _not_private(root, f"it belongs to user {status.st_uid}")
+            if status.st_mode & stat.S_IWOTH:
+                raise _not_private(root, f"everybody may rename what is in it (mode {stat.S_IMODE(status.st_mode):o})")
         for name in names:
             root = root / name
             below = _below(above, name, root, make)
@@ -50,7 +56,11 @@ def private_folder(root: Path, *names: str, make: bool = True) -> Path:
                 break
             os.close(above)
             above = below
-            _check_own(root, os.fstat(above))
+            own = os.fstat(above)
+            if own.st_uid != os.geteuid():
+                raise _not_private(root, f"it belongs to user {own.st_uid}")
+            if own.st_mode & _SHARED:
+                raise _not_private(root, f"others may write to it (mode {stat.S_IMODE(own.st_mode):o})")
             os.fchmod(above, 0o700)
     finally:
         os.close(above)
@@ -91,23 +101,6 @@ def _below(above: int, name: str, path: Path, make: bool) -> int | None:
         if error.errno == errno.EACCES:
             raise _not_private(path, f"it belongs to user {os.stat(name, dir_fd=above).st_uid}") from error
         raise
-
-
-def _check_root(path: Path, status: os.stat_result) -> None:
-    """Refuse a root folder in which other users can rename or remove entries; a folder with the sticky bit is
-    accepted."""
-    if not status.st_mode & stat.S_ISVTX:
-        if status.st_uid not in (0, os.geteuid()):
-            raise _not_private(path, f"it belongs to user {status.st_uid}")
-        if status.st_mode & stat.S_IWOTH:
-            raise _not_private(path, f"everybody may rename what is in it (mode {stat.S_IMODE(status.st_mode):o})")
-
-
-def _check_own(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid():
-        raise _not_private(path, f"it belongs to user {status.st_uid}")
-    if status.st_mode & _SHARED:
-        raise _not_private(path, f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})")
 
 
 def _not_private(path: Path, reason: str) -> ShoestringError:

@@ -66,7 +66,7 @@ def write_by(path: Path, write: Callable[[Path], None]) -> None:
     """Let a library write a file, atomically and durably; see `write_atomic`.
 
     Args:
-        write: function that writes the file at the path that it gets; the file may be another one than was there.
+        write: function that writes a file to the path that it gets; it may replace the file that already exists there.
     """
     with made_above(path), writing(path):
         _remove_left(path)
@@ -84,7 +84,8 @@ def write_by(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def share_as_folder(path: Path) -> None:
-    """Let those read and write a file who may read and write its folder: some libraries make files that are private."""
+    """Give a file the read and write permissions of its folder, because some libraries create files that only the user
+    can read."""
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
@@ -216,7 +217,8 @@ def recover(path: Path) -> None:
 
 
 def _recover(path: Path, keep: Callable[[str], bool] | None = None) -> None:
-    """Undo or finish an interrupted `_rename_twice`; removes a former folder only after its replacement is in place."""
+    """Undo or finish an interrupted `_rename_twice`; a former folder is removed only after its replacement is in
+    place."""
     for former in _formers(path):
         with suppress(OSError):
             if not path.exists():

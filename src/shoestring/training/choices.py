@@ -88,7 +88,15 @@ def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gather
         if alone:
             choice = asdict(BudgetSearch(run, world).within(budget))
         else:
-            choice = _search_in_process(run, world, gathered)
+            # Prediction needs fake ranks, and this process has a real process group.
+            numbers = map(str, (world.size, world.local_size, gathered))
+            command = [sys.executable, "-P", "-m", "shoestring.training.budget", *numbers]
+            done = subprocess.run(command, input=run.dump(), capture_output=True, text=True, check=False)
+            if done.returncode == ShoestringError.code:
+                raise ShoestringError.from_parts(json.loads(done.stdout))
+            if done.returncode:
+                raise ConfigError(f"the search of `memory.budget` failed: {done.stderr.strip()[-500:]}")
+            choice = json.loads(done.stdout)
     if folder is not None:
         record = {budget.name: {"for": conditions, "choice": choice}}
         write_atomic(folder / FILE, json.dumps(record, indent=2).encode())
@@ -127,15 +135,3 @@ def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict
             if record["for"] == conditions:
                 return record["choice"]
     return None
-
-
-def _search_in_process(run: Run, world: World, gathered: float) -> dict[str, Any]:
-    """Search in a separate process: prediction needs fake ranks, and this process has a real process group."""
-    numbers = map(str, (world.size, world.local_size, gathered))
-    command = [sys.executable, "-P", "-m", "shoestring.training.budget", *numbers]
-    done = subprocess.run(command, input=run.dump(), capture_output=True, text=True, check=False)
-    if done.returncode == ShoestringError.code:
-        raise ShoestringError.from_parts(json.loads(done.stdout))
-    if done.returncode:
-        raise ConfigError(f"the search of `memory.budget` failed: {done.stderr.strip()[-500:]}")
-    return json.loads(done.stdout)

@@ -82,7 +82,8 @@ class DataSets:
         return (self.collate or stacked)([self.train[index % length] for index in range(samples)])
 
     def answer_calls(self, job: Job) -> None:
-        """After each step, free the sample cache if more urgent uses on this host need its memory (see `Priority`)."""
+        """Free the sample cache after the step in which more urgent uses on this host need its memory (see
+        `Priority`)."""
         shared, memory = self.train.shared if isinstance(self.train, Cached) else None, job.world.memory
 
         def answer() -> None:

@@ -255,7 +255,10 @@ class Evaluations:
         better = False
         if self.due and step != self.best.seen:
             results = evaluate(job, settings, self.data, self.own, settings.evaluate_samples)
-            better = follows and self.best.take(step, self._value(results.values))
+            if follows and (metric := self.best.metric) not in results.values:
+                hint = nearest(metric, results.values)
+                raise ConfigError(f"`run.best_metric`: no evaluation returns `{metric}`", hint=hint)
+            better = follows and self.best.take(step, results.values[self.best.metric])
         ends = 0 < settings.patience <= self.best.since and not job.done
         if results and not (ends or job.progress.done):  # after the last step, the final evaluation is written instead
             write(step, results)
@@ -264,12 +267,6 @@ class Evaluations:
         if ends:
             self.lost_patience = True
             job.finish()
-
-    def _value(self, values: Mapping[str, float]) -> float:
-        metric = self.best.metric
-        if metric not in values:
-            raise ConfigError(f"`run.best_metric`: no evaluation returns `{metric}`", hint=nearest(metric, values))
-        return values[metric]
 
     @property
     def due(self) -> bool:

@@ -51,7 +51,7 @@ from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
 
-_ALIGNED = 64  # bytes to a multiple of which tensors begin in a room
+_ALIGNED = 64  # alignment of tensors in a `_Room`, in bytes
 SAMPLE_TOKENS = 160  # number of tokens in a sample of generated text
 FEW_STEPS = 60
 """Number of optimizer steps below which the log suggests more steps, if `run.epochs` sets the length of the run."""
@@ -348,7 +348,8 @@ def _whole(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
 
 
 class _Room:
-    """Room for gathered weights, which are more than a rank holds in training: in memory, or else on disk."""
+    """Space for the gathered weights, which are larger than a rank's shards: in memory, or on disk if memory is
+    short."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         self._data, self._used = torch.from_numpy(memory_or_disk(nbytes, folder)), 0
@@ -362,7 +363,7 @@ class _Room:
 
 
 def _padded(tensor: Tensor) -> int:
-    """Bytes that a tensor, or the whole tensor of a DTensor, takes of a room."""
+    """Bytes that a tensor takes in a `_Room`, padding included; for a DTensor, those of its full tensor."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
 
 
@@ -391,7 +392,8 @@ def _of_all_ranks(world: World, weights: Mapping[str, Any], folder: Path) -> dic
 
 @contextmanager
 def _valueless_parameters() -> Iterator[None]:
-    """Context in which modules get parameters without values, because these are loaded later; buffers have values."""
+    """Context in which modules are built with uninitialized parameters, because checkpoints overwrite them; buffers are
+    computed."""
 
     def valueless(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

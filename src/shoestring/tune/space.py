@@ -90,7 +90,17 @@ def read_space(table: Mapping[str, Any], source: str) -> tuple[Dimension, ...]:
                 raise ConfigError(f"{where} can never hold: {missing[0]!r} is not one of its choices")
             when[other] = tuple(dimensions[other].choices[dimensions[other].index(value)] for value in allowed)
         dimensions[dimension.key] = replace(dimension, when=when)
-    return tuple(_ordered(dimensions, source))
+    # A dimension comes after the dimensions that its conditions name.
+    ordered: dict[str, Dimension] = {}
+    while len(ordered) < len(dimensions):
+        ready = [
+            key for key, dimension in dimensions.items() if key not in ordered and set(dimension.when) <= set(ordered)
+        ]
+        if not ready:
+            left = sorted(set(dimensions) - set(ordered))
+            raise ConfigError(f"{source}: [space] the conditions of {', '.join(left)} depend on each other")
+        ordered |= {key: dimensions[key] for key in ready}
+    return tuple(ordered.values())
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -148,19 +158,6 @@ def _range(kind: str, listed: object, where: str) -> tuple[float, float]:
             f"{where}: the logarithm of {low} does not exist", hint="use `float`, or a positive lower end"
         )
     return low, high
-
-
-def _ordered(dimensions: dict[str, Dimension], source: str) -> list[Dimension]:
-    ordered: dict[str, Dimension] = {}
-    while len(ordered) < len(dimensions):
-        ready = [
-            key for key, dimension in dimensions.items() if key not in ordered and set(dimension.when) <= set(ordered)
-        ]
-        if not ready:
-            left = sorted(set(dimensions) - set(ordered))
-            raise ConfigError(f"{source}: [space] the conditions of {', '.join(left)} depend on each other")
-        ordered |= {key: dimensions[key] for key in ready}
-    return list(ordered.values())
 
 
 def draw(dimensions: tuple[Dimension, ...], suggest: Callable[[Dimension], Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
             micro = run.settings.batch // world.ranks_over(attachments_of(job).data_axes) // run.settings.accumulate
             yield from _memory(job, micro, run, seen.data)
         yield "what a setting does: shoestring keys NAME"
-        yield from occupied  # last, because it asks for something to be done
+        yield from occupied  # last, because the user has to act on it
 
 
 def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:

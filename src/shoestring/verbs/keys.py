@@ -142,7 +142,11 @@ def keys_of_run(source: str, overrides: Sequence[str] = ()) -> Iterator[str]:
     _, document = run.read(source)
     run.override(document, overrides, source)
     kinds = tables()
-    named = [table for area, content in document.items() for table in _tables_in(area, content)]
+    named = [
+        table
+        for area, content in document.items()
+        for table in ([area] if area in TABLES else [f"{area}.{technique}" for technique in content])
+    ]
     setters = f"{source} or this command line" if overrides else source
     yield f"Keys of {source}. A value after = is what {setters} sets; one in parentheses is the default."
     for table in dict.fromkeys(("run", "data", *named)):
@@ -158,10 +162,6 @@ def keys_of_run(source: str, overrides: Sequence[str] = ()) -> Iterator[str]:
                     yield from lines_of(key, inside.get(key.name, MISSING))
     yield ""
     yield "Other techniques are turned on by naming a key of theirs: shoestring keys WORD"
-
-
-def _tables_in(area: str, content: Any) -> list[str]:
-    return [area] if area in TABLES else [f"{area}.{technique}" for technique in content]
 
 
 def _values(document: Mapping[str, Any], table: str) -> Mapping[str, Any]:

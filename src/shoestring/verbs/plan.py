@@ -385,7 +385,16 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     plans = planned.plans
     if planned.outlook is None:
         return
-    yield from _measurements(planned.outlook, "ways to train" if planned.exchanged is None else "other ways")
+    # The measurements from which ways to train are predicted.
+    ways = "ways to train" if planned.exchanged is None else "other ways"
+    yield f"{ways}, within {memory(int(planned.outlook.room))} a rank; measured on all ranks at once:"
+    for name, model in planned.outlook.costs.items():
+        if name:
+            yield f"  with [{name}]:"
+        yield from _measured_costs(model)
+    for (kind, group), link in sorted(planned.outlook.links.speeds.items()):
+        where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
+        yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
     yield "predicted   measured   memory of a rank"
     for number, one in _shown(planned):
         mark = "   <- chosen" if number == planned.choice else ""
@@ -403,18 +412,6 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     yield f"chosen: {one}; real steps took {seconds(planned.measured)}, {off}"
     if world.size > 1:
         yield f"  it waits: {_waits(one)}"
-
-
-def _measurements(outlook: Outlook, ways: str) -> Iterator[str]:
-    """Yield lines with the measurements from which ways to train are predicted."""
-    yield f"{ways}, within {memory(int(outlook.room))} a rank; measured on all ranks at once:"
-    for name, model in outlook.costs.items():
-        if name:
-            yield f"  with [{name}]:"
-        yield from _measured_costs(model)
-    for (kind, group), link in sorted(outlook.links.speeds.items()):
-        where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
-        yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
 
 
 def _measured_costs(model: ModelCosts) -> Iterator[str]:

@@ -234,7 +234,7 @@ def save_page(rows: Sequence[Row], title: str, folder: Path, path: Path) -> None
             room -= len(source)
             picture = tag("img", src=source, alt="") if source else Markup()
             value = row.get(column, "")
-            words = "" if isinstance(value, Picture) else _words(value)
+            words = f"{value:.4g}" if isinstance(value, float) else "" if isinstance(value, Picture) else str(value)
             cells.append(tag("span", picture, words) if source else words)
         lines.append(cells)
     failed = sum("error" in row for row in rows)
@@ -260,7 +260,3 @@ def _source(value: object, column: str, folder: Path) -> str:
     else:
         return ""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}" if kind else ""
-
-
-def _words(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -47,8 +47,8 @@ def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
                 f"nothing is deleted: the checkpoint of step {checkpoint.step} is damaged: {wrong[0]}",
                 hint="delete that checkpoint first",
             )
-    # Collect what interrupted saves have left. Skip folders of other programs, whose names may also begin with `step-`,
-    # and collect nothing while a run, perhaps on another host, may be writing here.
+    # Remove what interrupted writes have left. Skip folders of other programs, whose names may also begin with `step-`,
+    # and remove nothing while a run, perhaps on another host, may be writing here.
     left = [
         checkpoint
         for checkpoint in there

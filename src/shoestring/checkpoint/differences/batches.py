@@ -97,7 +97,18 @@ class Batches:
             self.lacking = reason or ""
             if not reason:
                 self._last = checkpoint.step
-                self._retire(history)
+                # Delete files that no resumed run will need: those whose steps are older than all checkpoints on disk,
+                # those of abandoned steps that were repeated, and temporary files of earlier starts of the run.
+                with suppress(OSError):
+                    saved = [record.checkpoint.step for _, record in manifests(self.disk.folder)]
+                    for batch in self._deletable(history):
+                        repeated = (
+                            not batch.holds(history) and batch.start < history.epoch.start and batch.last <= self._last
+                        )
+                        if batch.last <= min(saved, default=0) or repeated:
+                            self.disk.files.unlink(batch.path)
+                    for path in self.disk.folder.glob(f".steps-*-{history.run}-*-{self.rank}.differences.tmp"):
+                        self.disk.files.unlink(path)
 
     def _encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
         """Encode a difference as bytes; the averages are left out if another rank writes them to this folder."""
@@ -118,21 +129,6 @@ class Batches:
         files.write(aside, data)
         files.rename(aside, folder / name)
         files.sync(folder)
-
-    def _retire(self, history: History) -> None:
-        """Delete files of this rank that no resumed run will need.
-
-        These are files whose steps are older than all checkpoints on disk, files of abandoned steps that were repeated,
-        and temporary files left by earlier starts of the run.
-        """
-        with suppress(OSError):
-            saved = [record.checkpoint.step for _, record in manifests(self.disk.folder)]
-            for batch in self._deletable(history):
-                repeated = not batch.holds(history) and batch.start < history.epoch.start and batch.last <= self._last
-                if batch.last <= min(saved, default=0) or repeated:
-                    self.disk.files.unlink(batch.path)
-            for path in self.disk.folder.glob(f".steps-*-{history.run}-*-{self.rank}.differences.tmp"):
-                self.disk.files.unlink(path)
 
     def _deletable(self, history: History) -> Iterator[BatchFile]:
         """Yield the run's files that this rank may delete.

@@ -50,7 +50,11 @@ class Form:
         """Compute the layout of pieces in the given order; see `aligned`."""
         entries, boxes, places, end = {}, {}, [], 0
         for leaf in leaves:
-            name, kind = _entry_name(leaf, entries), NAMES.get(leaf.data.dtype)
+            cut = leaf.box.shape != leaf.shape
+            name = f"{leaf.name}@{','.join(map(str, leaf.box.offset))}" if cut else leaf.name
+            while name in entries or name == "__metadata__":  # a tensor may have a piece's name, such as `a@5`
+                name += "#"
+            kind = NAMES.get(leaf.data.dtype)
             if kind is None:
                 raise CheckpointError(f"cannot save `{leaf.name}`: safetensors does not support {leaf.data.dtype}")
             span = [end, end := end + leaf.nbytes]
@@ -112,15 +116,6 @@ class Draft:
 def aligned(leaves: Iterable[Leaf]) -> list[Leaf]:
     """Sort pieces by decreasing element size, so that each piece begins at a multiple of its element size."""
     return sorted(leaves, key=lambda leaf: -leaf.data.element_size())
-
-
-def _entry_name(leaf: Leaf, taken: Mapping[str, Any]) -> str:
-    """Return a name for a piece, different from the names of all other entries of the header."""
-    whole = leaf.box.shape == leaf.shape
-    name = leaf.name if whole else f"{leaf.name}@{','.join(map(str, leaf.box.offset))}"
-    while name in taken or name == "__metadata__":  # a tensor may have a piece's name, such as `a@5`
-        name += "#"
-    return name
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

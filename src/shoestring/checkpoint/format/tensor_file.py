@@ -24,7 +24,7 @@ _METADATA = "__metadata__"
 
 
 class Sized(Protocol):
-    """A tensor, or what is known of one."""
+    """A tensor, or a description of a tensor that is not in memory."""
 
     @property
     def dtype(self) -> torch.dtype: ...

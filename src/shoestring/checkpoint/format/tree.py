@@ -53,7 +53,13 @@ def _encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
         return value
     match value:
         case Tensor():
-            _check_dense(value, path)
+            kind = "nested" if value.is_nested else "sparse" if value.layout is not torch.strided else ""
+            if kind or value.is_meta:
+                problem = (
+                    f"a {kind} tensor ({value.layout})" if kind else "a tensor on the meta device, which has no data"
+                )
+                hint = "keep it dense" if kind else "materialise it first"
+                raise CheckpointError(f"cannot save `{path.lstrip('/')}`: {problem}", hint=hint)
             return {_TENSOR: _put(value.detach() if value.requires_grad else value, path, leaves)}
         case dict() | Mapping():
             written = step if {str}.issuperset(map(type, value)) else _steps(value, path)
@@ -72,14 +78,6 @@ def _encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
         case bool() | int() | float() | str():
             return value
     raise CheckpointError(f"cannot save `{path.lstrip('/')}`: a {type(value).__name__}", hint="keep tensors or numbers")
-
-
-def _check_dense(tensor: Tensor, path: str) -> None:
-    kind = "nested" if tensor.is_nested else "sparse" if tensor.layout is not torch.strided else ""
-    if kind or tensor.is_meta:
-        problem = f"a {kind} tensor ({tensor.layout})" if kind else "a tensor on the meta device, which has no data"
-        hint = "keep it dense" if kind else "materialise it first"
-        raise CheckpointError(f"cannot save `{path.lstrip('/')}`: {problem}", hint=hint)
 
 
 def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:

@@ -227,7 +227,7 @@ def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
     with _archive(folder / file, offset, length) as (window, archive):
         rebuilt = inert(_pickle(archive), file)
         if not isinstance(rebuilt, Call) or not rebuilt.target.startswith("torch._utils._rebuild_tensor_v"):
-            raise ValueError(f"there is no tensor of shape {list(box.shape)}, but another object")
+            raise ValueError(f"an object that is not a tensor is in the place of a tensor of shape {list(box.shape)}")
         storage, first, shape, strides = rebuilt.arguments[:4]
         if _numbers(shape) != box.shape or not isinstance(storage, Outside) or not storage.key[2].isdecimal():
             raise ValueError(f"a tensor has shape {shape} instead of {list(box.shape)}")

@@ -147,7 +147,17 @@ def decide(available: Available, history: History | None, wish: Wish, facts: Res
     warnings = [f"skipping the checkpoint of {line}" for line in choice.given_up]
     if wish.only is None and history is None and left and not usable:
         warnings.append(f"`{wish.disk}` does not say of which run it is, so checkpoints in memory are not used")
-    plan = ResumePlan(wish, history, _grouped(left), tuple(warnings))
+    # Group unused files by checkpoint and reason, with the newest checkpoint first.
+    groups: dict[tuple[CheckpointId, str], list[Offer]] = {}
+    for offer, reason in left:
+        groups.setdefault((offer.checkpoint, reason), []).append(offer)
+    ordered = sorted(groups.items(), key=lambda group: group[0][0], reverse=True)
+    plan = ResumePlan(
+        wish,
+        history,
+        tuple(NotTaken(checkpoint, tuple(offers), reason) for (checkpoint, reason), offers in ordered),
+        tuple(warnings),
+    )
     if choice.newest is None:
         return _without_any(plan, available, usable, one_file, facts, choice.given_up[-1] if choice.given_up else "")
     offers = tuple(candidates[choice.newest])
@@ -260,15 +270,6 @@ def _refusal(
             hint=f"`shoestring checkpoint verify {disk}` says why; or start in another folder (--run.folder NEW)",
         )
     return None
-
-
-def _grouped(left: Iterable[tuple[Offer, str]]) -> tuple[NotTaken, ...]:
-    """Group unused files by checkpoint and reason, with the newest checkpoint first."""
-    groups: dict[tuple[CheckpointId, str], list[Offer]] = {}
-    for offer, reason in left:
-        groups.setdefault((offer.checkpoint, reason), []).append(offer)
-    ordered = sorted(groups.items(), key=lambda group: group[0][0], reverse=True)
-    return tuple(NotTaken(checkpoint, tuple(offers), reason) for (checkpoint, reason), offers in ordered)
 
 
 def _reconstruct_history(offers: Sequence[Offer], damaged: bool) -> History | None:

@@ -74,7 +74,15 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
         raise plan.refusal
     if plan.action == "start anew":
         return None
-    return _continue_from_one_file(checkpointer, where, others)
+    # A checkpoint of `Plain` is a single file.
+    loader = Restorer(checkpointer.kept, checkpointer.world, Path(checkpointer.settings.folder))
+    if not loader.restore(where):
+        return None
+    if others or checkpointer.claim.known is not None:  # all checkpoints of `Tiered` are older or unusable
+        checkpointer.begin(None, others)
+    if where != "auto":
+        _go_back(checkpointer, checkpointer.progress.step)
+    return checkpointer.progress.step
 
 
 def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
@@ -145,18 +153,6 @@ def _continue(
     if not plan.wish.auto:
         _go_back(checkpointer, plan.step)
     return reached.step if reached else plan.step
-
-
-def _continue_from_one_file(checkpointer: Checkpointer, where: str, others: Collection[CheckpointId]) -> int | None:
-    """Load a checkpoint of `Plain`, which is a single file; returns its step, or None if there is none."""
-    loader = Restorer(checkpointer.kept, checkpointer.world, Path(checkpointer.settings.folder))
-    if not loader.restore(where):
-        return None
-    if others or checkpointer.claim.known is not None:  # all checkpoints of `Tiered` are older or unusable
-        checkpointer.begin(None, others)
-    if where != "auto":
-        _go_back(checkpointer, checkpointer.progress.step)
-    return checkpointer.progress.step
 
 
 def _go_back(checkpointer: Checkpointer, step: int) -> None:

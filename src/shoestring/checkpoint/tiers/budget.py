@@ -48,7 +48,12 @@ def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> Non
     with suppress(OSError):
         there = sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
     note = folder.parent / f"budget-{folder.name}.json"
-    most, kills = _allowed(note), kills_for_memory()
+    # The maximum of an earlier start still holds. If the system has killed a process for lack of memory since then, the
+    # maximum is half of the memory that was free at that start.
+    most, kills = _ALL, kills_for_memory()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        before = json.loads(read_regular(note, 1 << 16))
+        most = float(before["free"]) / 2 if kills > before["kills"] else float(before["most"])
     host = world.rank // world.local_size * world.local_size
     answers = group.all_gather([min(free_memory() + there, _ALL), peak_above_now(), most])
     on_host = answers[host : host + world.local_size]
@@ -60,20 +65,6 @@ def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> Non
         with suppress(OSError, ShoestringError):
             check_private(folder)
             note.write_text(json.dumps({"free": free, "most": most, "kills": kills}))
-
-
-def _allowed(note: Path) -> float:
-    """Return the maximum number of bytes that the checkpoints of all ranks of this host may take. If the system has
-    killed a process for lack of memory since an earlier start, the maximum is half of the memory that was free at that
-    start.
-
-    Args:
-        note: file of an earlier start, with the memory that was free and the maximum of that start.
-    """
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        before = json.loads(read_regular(note, 1 << 16))
-        return float(before["free"]) / 2 if kills_for_memory() > before["kills"] else float(before["most"])
-    return _ALL
 
 
 def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:

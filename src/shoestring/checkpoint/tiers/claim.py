@@ -93,19 +93,14 @@ class Claim:
             return
         looks, sees, problem = self.world.local_rank == 0, True, None
         if looks and not self.world.first:
-            sees = self._sees_first()
+            # This host shares the folder of the first rank if the lock file contains this start's token.
+            sees = False
+            with suppress(OSError):
+                sees = self._token.encode() in read_regular(self.disk.folder / LOCK, 1000)
             problem = None if sees else self._grab()
         self.shared = all(group.all_gather(sees))
         self.commits = self.world.first or (looks and not self.shared)
         self.unrecorded = next((str(reason) for reason in _agreed(group, problem) if reason), "")
-
-    def _sees_first(self) -> bool:
-        """Whether this host shares the folder of the first rank, which is so if the lock file contains this start's
-        token."""
-        try:
-            return self._token.encode() in read_regular(self.disk.folder / LOCK, 1000)
-        except OSError:
-            return False
 
     def _grab(self) -> str | list[str] | None:
         """Lock the folder.

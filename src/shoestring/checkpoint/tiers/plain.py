@@ -151,7 +151,19 @@ class Restorer:
         source = os.fsdecode(world.broadcast(os.fsencode(path or ""), owner))
         if not source:
             return False
-        self._load(_checked(unpack(world.broadcast(data, owner)), source), source)
+        content = _checked(unpack(world.broadcast(data, owner)), source)
+        if self.world.first:
+            tell_missing(
+                f"`{source}`", self.states, {*content["shared"], *(name for own in content["own"] for name in own)}
+            )
+        # Random number generators come last, because loading the other states may draw random numbers.
+        for name in sorted(self.states, key=lambda name: name == "random"):
+            state = self._part(name, content)
+            if state is not None:
+                try:
+                    self.states[name].state.load_state_dict(state)
+                except Exception as error:  # a user's `load_state_dict` may raise any error
+                    raise misfit(f"`{source}`", name, reason_of(error)) from error
         return True
 
     def _owner(self) -> int:
@@ -179,20 +191,6 @@ class Restorer:
         if where != "auto":
             raise none_in(where)
         return None, b""
-
-    def _load(self, content: dict[str, Any], source: str) -> None:
-        if self.world.first:
-            tell_missing(
-                f"`{source}`", self.states, {*content["shared"], *(name for own in content["own"] for name in own)}
-            )
-        # Random number generators come last, because loading the other states may draw random numbers.
-        for name in sorted(self.states, key=lambda name: name == "random"):
-            state = self._part(name, content)
-            if state is not None:
-                try:
-                    self.states[name].state.load_state_dict(state)
-                except Exception as error:  # a user's `load_state_dict` may raise any error
-                    raise misfit(f"`{source}`", name, reason_of(error)) from error
 
     def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
         """Return the state for this rank; None if the checkpoint lacks the state, or if it cannot be adapted to another

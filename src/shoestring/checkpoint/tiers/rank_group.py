@@ -100,7 +100,18 @@ class RankGroup:
             (dist.irecv(view, rank, group=self.process_group), dist.irecv(mark, rank, group=self.process_group))
             for rank, view, mark in arriving
         ]
-        self._send(list(_messages(sends)))
+        # Send a few messages at a time, so that training's own messages can be sent in between.
+        messages = list(_messages(sends))
+        window = 2 * len({rank for rank, _ in messages})
+        under_way: deque[tuple[int, Sequence[dist.Work | None]]] = deque()
+        for rank, view in messages:
+            mark = torch.tensor([crc32(view.numpy().data)])
+            pair = dist.isend(view, rank, group=self.process_group), dist.isend(mark, rank, group=self.process_group)
+            under_way.append((rank, pair))
+            if len(under_way) >= window:
+                self._wait(*under_way.popleft())
+        for rank, pair in under_way:
+            self._wait(rank, pair)
         damaged = set[int]()
         for (rank, view, mark), pair in zip(arriving, works, strict=True):
             self._wait(rank, pair)
@@ -121,19 +132,6 @@ class RankGroup:
             self._wait(send[0], works[1:])
 
         return wait
-
-    def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
-        """Send a few messages at a time, so that training's own messages can be sent in between."""
-        window = 2 * len({rank for rank, _ in messages})
-        under_way: deque[tuple[int, Sequence[dist.Work | None]]] = deque()
-        for rank, view in messages:
-            mark = torch.tensor([crc32(view.numpy().data)])
-            pair = dist.isend(view, rank, group=self.process_group), dist.isend(mark, rank, group=self.process_group)
-            under_way.append((rank, pair))
-            if len(under_way) >= window:
-                self._wait(*under_way.popleft())
-        for rank, pair in under_way:
-            self._wait(rank, pair)
 
     def _wait(self, rank: int, works: Sequence[dist.Work | None]) -> None:
         with naming(f"rank {rank}, for {self.purpose}"):

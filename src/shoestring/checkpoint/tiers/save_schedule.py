@@ -120,7 +120,19 @@ class CheckpointSchedule:
         idle, busy, stall, *durations = costs
         seconds = {level: taken for level, taken in zip(LEVELS, durations, strict=True) if taken}
         slowdown = max(_LEAST, busy / idle - 1) if busy and idle else _SLOWDOWN
-        levels = self._levels(slowdown, stall, seconds)
+        on = [level for level in seconds if self.steps[level] or level in self.auto]
+        cost = {level: slowdown * seconds[level] + (stall if level == on[0] else 0.0) for level in on}
+        levels = [
+            Level(
+                level,
+                cost[level],
+                seconds[level],
+                self.rates[_CLASSES[level]],
+                _RESTART + seconds[level],
+                through=level == MEMORY,
+            )
+            for level in on
+        ]
         if not self.auto or not idle or not levels:
             return
         if step > self._observed > 0:
@@ -139,21 +151,6 @@ class CheckpointSchedule:
         if self.settings.differences and self.settings.differences_on == "disk" and DISK in self.auto:
             most = 4 * self.settings.differences  # limits the size of differences on disk
             self.steps[DISK] = min(self.steps[DISK] or most, most)
-
-    def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
-        on = [level for level in seconds if self.steps[level] or level in self.auto]
-        cost = {level: slowdown * seconds[level] + (stall if level == on[0] else 0.0) for level in on}
-        return [
-            Level(
-                level,
-                cost[level],
-                seconds[level],
-                self.rates[_CLASSES[level]],
-                _RESTART + seconds[level],
-                through=level == MEMORY,
-            )
-            for level in on
-        ]
 
     def drop(self, *levels: str) -> None:
         """Turn levels off; all ranks must call this method at the same step."""

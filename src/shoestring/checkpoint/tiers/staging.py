@@ -157,7 +157,12 @@ class Frame:
         for index, ((own, path, *_), tensor) in enumerate(zip(self.outline, content.tensors, strict=True)):
             holders = content.trainers.get(path) or content.trainers.get(path.rpartition("/")[0]) or range(world.size)
             order = order_at(path, tensor, content.orders)
-            of_tensor = self._leaves(own, path, tensor, world.rank, holders, order)
+            apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
+            name = apart_name(path, world.rank) if apart else path
+            if own:
+                self.homes[path] = home(tensor, world.rank)
+                name = f"{self.homes[path]}:{path}"
+            of_tensor = leaves_of(name, tensor, (world.rank,) if apart else holders, order)
             leaves += of_tensor
             indices[of_tensor[0].name] = index
         pieces = divided(leaves, world.rank, world.local_size)
@@ -165,18 +170,6 @@ class Frame:
         self.forms = {kind: Form.of(part) for kind, part in ordered.items()}
         self._cuts = {kind: [(indices[piece.name], piece.place) for piece in part] for kind, part in ordered.items()}
         self._rank, self._headers = world.rank, dict.fromkeys(ordered, 0)
-
-    def _leaves(
-        self, own: bool, path: str, tensor: Tensor, rank: int, holders: Sequence[int], order: ShardOrder | None
-    ) -> list[Leaf]:
-        """Return the leaves of a tensor that the ranks `holders` hold, with the name under which the tensor is
-        saved."""
-        apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
-        name = apart_name(path, rank) if apart else path
-        if own:
-            self.homes[path] = home(tensor, rank)
-            name = f"{self.homes[path]}:{path}"
-        return leaves_of(name, tensor, (rank,) if apart else holders, order)
 
     def drafts(self, content: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
         """Return the drafts of this rank's parts, by name, for content with this outline."""

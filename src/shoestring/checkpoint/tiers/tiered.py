@@ -177,7 +177,13 @@ class Checkpointer:
         """Return the numbers by which ranks decide. The numbers are reduced by a minimum over ranks, so some costs and
         steps are negated."""
         if self._fits is None and self.world.device.type == "cuda":
-            self._reserve()
+            # Allocate slots in the background, because allocation takes ten times as long as a copy of a GPU's state.
+            self._share()
+            sizes = {name: draft.nbytes for name, draft in self.stager.drafts(self.kept, {}).items()}
+            self._fit(self.own[0], sum(sizes.values()))
+            for slot in self.own:
+                if slot.checkpoint is None and not slot.lacking:
+                    self._under_way[slot] = self.stager.then(partial(slot.reserve, sizes))
         sealed = self._told()
         slots = [self._slot(self._sealed.step, lasting) for lasting in (False, True)]
         return [
@@ -291,15 +297,6 @@ class Checkpointer:
         """Determine how much of the host's memory this rank may use; a collective."""
         self._fits = True
         budget.share(self.group, self.world, self.settings, self.folder)
-
-    def _reserve(self) -> None:
-        """Allocate slots in the background, because allocation takes ten times as long as a copy of a GPU's state."""
-        self._share()
-        sizes = {name: draft.nbytes for name, draft in self.stager.drafts(self.kept, {}).items()}
-        self._fit(self.own[0], sum(sizes.values()))
-        for slot in self.own:
-            if slot.checkpoint is None and not slot.lacking:
-                self._under_way[slot] = self.stager.then(partial(slot.reserve, sizes))
 
     def _fit(self, slot: Slot, nbytes: int) -> None:
         """Lease host memory for this rank's slots. If memory is short, keep only `slot`, in the process's own

@@ -72,17 +72,14 @@ class FlatCodec(Codec):
         states = self.get_states(kind, grads)
         whole, parts = self._flats.get((kind, *grads), (None, []))
         if whole is None or any(state is not part for state, part in zip(states, parts, strict=True)):
-            self._forget(kind, grads)
+            # Free the flat tensors and buffers of former cohorts that contain any of these parameters.
+            for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
+                del self._flats[key]
+            for key in [key for key in list(self._buffers) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
+                del self._buffers[key]
             whole = flatten(states)
             self.replace_state(kind, grads, whole)
         return whole
-
-    def _forget(self, kind: str, grads: Grads) -> None:
-        """Free the flat tensors and buffers of former cohorts that contain any of these parameters."""
-        for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
-            del self._flats[key]
-        for key in [key for key in list(self._buffers) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
-            del self._buffers[key]
 
     def replace_state(self, kind: str, grads: Grads, whole: Tensor) -> None:
         """Make views of the flat tensor `whole` the states of one kind."""

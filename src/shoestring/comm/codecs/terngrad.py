@@ -42,7 +42,12 @@ class TernGradCodec(Codec):
         if not grads:
             return
         if not self.reduce_scatter and take(grads.values(), BUCKET):
-            yield from self._code_by_kernels(grads, context)
+            # Triton kernels run these steps and read the gradients in place.
+            entries = TernaryEntries([grad.view(-1) for grad in grads.values()])
+            (scales,) = yield [AllGather(entries.scales(self.clip))]
+            s = context.verdict.poison(scales.amax(0))
+            (codes,) = yield [AllGather(entries.encode(s, draw_seed(self.seed, context, grads)))]
+            entries.decode(codes, s)
             return
         tensors = list(grads.values())
         flat = flatten(tensors)
@@ -63,14 +68,6 @@ class TernGradCodec(Codec):
     def guards(self, grads: Grads) -> bool:
         """See `Codec`: the codec has no state to restore, and a scale of NaN makes all gradients NaN."""
         return True
-
-    def _code_by_kernels(self, grads: Grads, context: ExchangeContext) -> Coding:
-        """Run the steps of `code` by Triton kernels, which read the gradients in place."""
-        entries = TernaryEntries([grad.view(-1) for grad in grads.values()])
-        (scales,) = yield [AllGather(entries.scales(self.clip))]
-        s = context.verdict.poison(scales.amax(0))
-        (codes,) = yield [AllGather(entries.encode(s, draw_seed(self.seed, context, grads)))]
-        entries.decode(codes, s)
 
 
 def _gather_and_sum(levels: Tensor, ranks: int) -> Generator[Sequence[Request], list[Tensor], Tensor]:

@@ -188,27 +188,25 @@ class OuterOptimizer:
             for fragment in self.fragments:
                 fragment.rebase()
             if self.starting and self.channel.status_wire.size > 1:
-                self._average_gradients()
+                # Local steps have not begun yet, so gradients are averaged at every step.
+                self.asked |= self.attachments.stopping
+                flats = [fragment.gradient() for fragment in self.fragments]
+                grads: Grads = {}
+                for fragment, flat in zip(self.fragments, flats, strict=True):
+                    grads |= fragment.split_named(flat)
+                row = self._status_row(flats)
+                unread = self.attachments.progress.unread  # on an accelerator
+                row[WEIGHT] = self.attachments.progress.tokens - self.tokens_before if unread is None else unread[1]
+                status = self.channel.send([(self.gradient_codec, grads)], row, self.attachments.progress.step + 1)
+                with self.metrics.exposed():
+                    self._check_status(status.result(), "gradients")
+                for fragment, flat in zip(self.fragments, flats, strict=True):
+                    fragment.set_gradient(flat)
 
     def estimate_moments(self) -> None:
         """Adjust Adam's second moments; called at the end of Phase.WAIT, when the gradients no longer change."""
         assert self.moments is not None
         self.moments.before_step(averaged=self.equal and self.starting)
-
-    def _average_gradients(self) -> None:
-        self.asked |= self.attachments.stopping
-        flats = [fragment.gradient() for fragment in self.fragments]
-        grads: Grads = {}
-        for fragment, flat in zip(self.fragments, flats, strict=True):
-            grads |= fragment.split_named(flat)
-        row = self._status_row(flats)
-        unread = self.attachments.progress.unread  # on an accelerator
-        row[WEIGHT] = self.attachments.progress.tokens - self.tokens_before if unread is None else unread[1]
-        status = self.channel.send([(self.gradient_codec, grads)], row, self.attachments.progress.step + 1)
-        with self.metrics.exposed():
-            self._check_status(status.result(), "gradients")
-        for fragment, flat in zip(self.fragments, flats, strict=True):
-            fragment.set_gradient(flat)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -171,7 +171,16 @@ class BudgetedCodec(Wrapper):
         coding = [self.inner.code(chosen, context)] if chosen else []
         yield from run_together([*coding, average(summary)])
         self._update_state(choice, grads, M, summary.view(-1, SUMMARY).double().tolist(), context)
-        self._deliver(grads, chosen)
+        # Write the averages of chosen layers into their gradients, and zeros into all other gradients.
+        if chosen:
+            foreach_copy_([grads[name] for name in chosen], list(chosen.values()))
+        if waiting := [grad for name, grad in grads.items() if name not in chosen]:
+            foreach_mul_(waiting, 0.0)
+        if self.selector.learns:
+            delivered = self.state.setdefault("delivered", {})
+            for name in grads:
+                delivered.pop(name, None)
+            delivered |= {name: grads[name].clone() for name in chosen}
 
     def _summarise(self, grads: Grads, M: Grads) -> Tensor:
         """Summarise each layer by ‖g‖, ‖M‖ and ⟨g, previous M⟩ (0 unless the selector learns): (3 x layers,)."""
@@ -204,18 +213,6 @@ class BudgetedCodec(Wrapper):
                 waited += 1
             row = [float(grad.numel()), price, gradient, accumulated, gain, waited]
             seen[name] = torch.tensor(row, dtype=torch.float64)
-
-    def _deliver(self, grads: Grads, chosen: Grads) -> None:
-        """Write the averages of chosen layers into their gradients, and zeros into all other gradients."""
-        if chosen:
-            foreach_copy_([grads[name] for name in chosen], list(chosen.values()))
-        if waiting := [grad for name, grad in grads.items() if name not in chosen]:
-            foreach_mul_(waiting, 0.0)
-        if self.selector.learns:
-            delivered = self.state.setdefault("delivered", {})
-            for name in grads:
-                delivered.pop(name, None)
-            delivered |= {name: grads[name].clone() for name in chosen}
 
     # -- the choice --------------------------------------------------------------------------------------------------
 

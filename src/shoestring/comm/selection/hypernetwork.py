@@ -55,7 +55,13 @@ class Hypernetwork(Selector):
 
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
         net = {key: note.cpu().numpy() for key, note in notes.items()} or self._start()
-        X = self._features(layers)
+        # Features (layers, 7): size, gradient, residual and waiting time, each standardised over layers; then depth,
+        # progress, and a constant 1.
+        squares = np.maximum(layers.gradient, 1e-60)
+        compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
+        depth = np.arange(len(squares)) / len(squares) - 0.5
+        done = np.full(len(squares), layers.step / (layers.step + self.progress))
+        X = np.stack([*map(standardise, compared), depth, done, np.ones(len(squares))], axis=1)
         if net["recent"].shape[1:] == X.shape:
             net |= self._learn(net, layers)
         p = probability(forward(net, X)[1])
@@ -84,15 +90,6 @@ class Hypernetwork(Selector):
             "saving": np.array(-1),
             "recent": np.zeros((0, 0, 7)),
         }
-
-    def _features(self, layers: Layers) -> np.ndarray:
-        """Features (layers, 7): size, gradient, residual and waiting time, each standardised over layers; then depth,
-        progress, and a constant 1."""
-        squares = np.maximum(layers.gradient, 1e-60)
-        compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
-        depth = np.arange(len(squares)) / len(squares) - 0.5
-        done = np.full(len(squares), layers.step / (layers.step + self.progress))
-        return np.stack([*map(standardise, compared), depth, done, np.ones(len(squares))], axis=1)
 
     def _learn(self, net: Weights, layers: Layers) -> Weights:
         """Take a few steps of gradient ascent on J for the second-newest choice; the newest exchange has measured its

@@ -145,7 +145,14 @@ class Exchange(Feature):
         check_types(self, attachments)
         self.transport.check(f"{self.name}.transport")
         if self.transport.kb_per_step:
-            self._check_budget(attachments)
+            # The overhead of summaries or masks must not use up the budget.
+            from shoestring.comm.selection.budget import BudgetedCodec
+            from shoestring.comm.selection.per_node import PerNodeCodec
+
+            codec, hosts = self.make_budgeted_codec(), attachments.world.ranks_over([HOSTS])
+            ranks = hosts if hosts > 1 else attachments.world.ranks_over(DATA)
+            if isinstance(codec, BudgetedCodec | PerNodeCodec):
+                codec.find_overhead(sum(tensor.numel() > 0 for tensor in attachments.trained.values()), ranks)
         refuse_sparse(self.name, attachments.model)
 
         from shoestring._torch import has_hook
@@ -163,16 +170,6 @@ class Exchange(Feature):
                 f"`{self.name}` has nothing to exchange, because the gradients are sharded over all ranks",
                 hint=f'shard inside hosts only, with {sharding[0].name}.hosts = "leave"',
             )
-
-    def _check_budget(self, attachments: Attachments) -> None:
-        """Raise ConfigError if the overhead of summaries or masks would use up the budget."""
-        from shoestring.comm.selection.budget import BudgetedCodec
-        from shoestring.comm.selection.per_node import PerNodeCodec
-
-        codec, hosts = self.make_budgeted_codec(), attachments.world.ranks_over([HOSTS])
-        ranks = hosts if hosts > 1 else attachments.world.ranks_over(DATA)
-        if isinstance(codec, BudgetedCodec | PerNodeCodec):
-            codec.find_overhead(sum(tensor.numel() > 0 for tensor in attachments.trained.values()), ranks)
 
     def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.comm.exchange.attach import install

@@ -19,7 +19,7 @@ from shoestring.data.tokenizer import Tokenizer, companion_config, special_token
 from shoestring.decode.adapter import adapt
 from shoestring.decode.engine import Engine
 from shoestring.decode.harness.scoring import Score, score
-from shoestring.decode.request import Request, Row
+from shoestring.decode.request import Request
 from shoestring.decode.serve.writing import Writing
 from shoestring.decode.settings import Sampling
 
@@ -99,7 +99,16 @@ class HarnessModel(LM):
             with self._bar("generated texts", len(asked)) as bar:
                 while engine.busy:
                     for row in engine.step():
-                        results[places[row]] += _newest_text(row, asked[places[row]][1])
+                        writing = asked[places[row]][1]
+                        if row.error is not None:
+                            raise row.error
+                        pieces = []
+                        for token in row.fresh:
+                            if not writing.stopped:
+                                pieces.append(writing.add(token).text)
+                        if row.ending is not None:
+                            pieces.append(writing.end().text)
+                        results[places[row]] += "".join(pieces)
                         if row.ending is None and asked[places[row]][1].stopped:
                             engine.cancel(row)
                         bar.update(int(row.ending is not None))
@@ -190,7 +199,16 @@ class HarnessModel(LM):
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         lengths = [int(value) for name in LENGTHS if (value := left.pop(name, None)) is not None]
         most = lengths[0] if lengths else LONGEST
-        sampling = _sampling(left, seed=index)
+        # Texts are greedy unless the task samples.
+        samples, temperature = left.pop("do_sample", None), left.pop("temperature", None)
+        chosen = {name: left.pop(name) for name in _SAMPLING if name in left}
+        if samples is False or (samples is None and not temperature):
+            temperature = 0.0
+        sampling = Sampling(
+            temperature=1.0 if temperature is None else float(temperature),
+            seed=index,
+            **{name: value for name, value in chosen.items() if value is not None},
+        )
         if left:
             self._warn(f"settings of the task's generation that have no effect here: {', '.join(sorted(left))}")
         if most >= self.adapter.context:
@@ -211,29 +229,3 @@ class HarnessModel(LM):
         if message not in self._warned:
             self._warned.add(message)
             log.warning("%s", message)
-
-
-def _newest_text(row: Row, writing: Writing) -> str:
-    """The text that the newest pass has added to a row; raises the error that ended the row, if there is one."""
-    if row.error is not None:
-        raise row.error
-    pieces = []
-    for token in row.fresh:
-        if not writing.stopped:
-            pieces.append(writing.add(token).text)
-    if row.ending is not None:
-        pieces.append(writing.end().text)
-    return "".join(pieces)
-
-
-def _sampling(settings: dict[str, Any], seed: int) -> Sampling:
-    """Remove the sampling settings from a task's settings, and parse them; texts are greedy unless the task samples."""
-    samples, temperature = settings.pop("do_sample", None), settings.pop("temperature", None)
-    chosen = {name: settings.pop(name) for name in _SAMPLING if name in settings}
-    if samples is False or (samples is None and not temperature):
-        temperature = 0.0
-    return Sampling(
-        temperature=1.0 if temperature is None else float(temperature),
-        seed=seed,
-        **{name: value for name, value in chosen.items() if value is not None},
-    )

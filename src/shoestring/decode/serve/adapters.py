@@ -157,7 +157,9 @@ class AdapterCatalog:
         """
         if self.settings.adapters_folder is None:
             raise RequestError(
-                403, "adapters are loaded from no folder; start the server with --adapters-folder", param="lora_path"
+                403,
+                "this server has no folder to load adapters from; start it with --adapters-folder",
+                param="lora_path",
             )
         home = self.settings.adapters_folder.resolve()
         path = Path(os.path.realpath(home / text))

@@ -95,35 +95,30 @@ def read_items(fields: RequestFields, served: Served) -> list[Message]:
         return conversation.messages
     for number, content in enumerate(_listed(fields, "input", served)):
         item = RequestFields(content, f"input[{number}]")
-        _read_item(item, conversation)
+        kind = item.get("type") or "message"
+        if kind == "message":
+            role = item.get("role")
+            if role not in ROLES[:-1]:
+                raise item.wrong("role", f"is not one of {', '.join(ROLES[:-1])}")
+            text, last = _text(item, "content", "input"), conversation.messages[-1] if conversation.messages else {}
+            if role == "assistant" and "tool_calls" in last:  # text that the model has written after its calls
+                last["content"] += text
+            else:
+                conversation.add(role, text)
+            item.ignore("phase")
+        elif kind == "function_call":
+            call = _call(item, "call_id", item)
+            if not conversation.messages or conversation.messages[-1]["role"] != "assistant":
+                conversation.add("assistant", "")
+            conversation.add_calls([call])
+        elif kind == "function_call_output":
+            conversation.add_result(item, "call_id", _text(item, "output", "input"))
+        else:
+            kinds = "message, function_call and function_call_output"
+            raise item.wrong("type", f"is not supported: items of the types {kinds} are")
         item.ignore("id", "status", "parsed_arguments")
         item.finish()
     return conversation.messages
-
-
-def _read_item(item: RequestFields, conversation: Conversation) -> None:
-    """Parse one item of `input`, and add it to the conversation."""
-    kind = item.get("type") or "message"
-    if kind == "message":
-        role = item.get("role")
-        if role not in ROLES[:-1]:
-            raise item.wrong("role", f"is not one of {', '.join(ROLES[:-1])}")
-        text, last = _text(item, "content", "input"), conversation.messages[-1] if conversation.messages else {}
-        if role == "assistant" and "tool_calls" in last:  # text that the model has written after its calls
-            last["content"] += text
-        else:
-            conversation.add(role, text)
-        item.ignore("phase")
-    elif kind == "function_call":
-        call = _call(item, "call_id", item)
-        if not conversation.messages or conversation.messages[-1]["role"] != "assistant":
-            conversation.add("assistant", "")
-        conversation.add_calls([call])
-    elif kind == "function_call_output":
-        conversation.add_result(item, "call_id", _text(item, "output", "input"))
-    else:
-        kinds = "message, function_call and function_call_output"
-        raise item.wrong("type", f"is not supported: items of the types {kinds} are")
 
 
 def check_length(messages: Sequence[Message], arguments: Mapping[str, Any], name: str, served: Served) -> None:

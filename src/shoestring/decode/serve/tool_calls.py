@@ -60,8 +60,8 @@ class CallParser:
     """Splits a growing text into text and calls. A call is a JSON object with a name and arguments.
 
     The parser is either outside or inside of calls. Outside, everything up to the next opening mark is text. Inside,
-    every object is a call. Anything that is neither a call, nor a mark, nor a separator ends the inside and is text.
-    Everything since the opening mark is text too if there was no call.
+    every object is a call. At anything that is neither a call, nor a mark, nor a separator, the parser is outside
+    again. Everything since the opening mark is text too if there was no call.
     """
 
     opener: ClassVar[str] = ""

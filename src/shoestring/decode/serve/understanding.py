@@ -91,7 +91,21 @@ class Understanding:
             )
         except LimitError as error:
             raise invalid(f"the prompt could not be prepared: {error}", _CONVERSATIONS[kind], "limit") from error
-        return _unpacked(reply)
+        # The reply consists of the length of the head, the head as JSON, and the tokens of all prompts.
+        length = int.from_bytes(reply[:8], "big")
+        head: dict[str, Any] = json.loads(reply[8 : 8 + length])
+        if "status" in head:
+            raise RequestError(**head)
+        tokens, prompts = array("q", reply[8 + length :]), list[Prompt]()
+        for count, fields in head.pop("prompts"):
+            prompts.append(Prompt(tokens=tokens[:count], **fields))
+            tokens = tokens[count:]
+        head["sampling"] = Sampling(**head["sampling"])
+        bias = {int(token): number for token, number in head["changes"].pop("bias").items()}  # keys in JSON are text
+        head["changes"] = LogitChanges(bias=bias, **head["changes"])
+        head["answer_format"] = head["answer_format"] and AnswerFormat(*head["answer_format"])
+        head["calling"] = head["calling"] and Calling(**head["calling"])
+        return Asked(prompts=prompts, **head)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -110,23 +124,6 @@ def parsed(raw: bytes | bytearray) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:  # a body that is not UTF-8 raises ValueError too
         raise invalid(f"the body is not valid JSON: {str(error)[:200]}") from error
-
-
-def _unpacked(reply: bytes) -> Asked:
-    length = int.from_bytes(reply[:8], "big")
-    head: dict[str, Any] = json.loads(reply[8 : 8 + length])
-    if "status" in head:
-        raise RequestError(**head)
-    tokens, prompts = array("q", reply[8 + length :]), list[Prompt]()
-    for count, fields in head.pop("prompts"):
-        prompts.append(Prompt(tokens=tokens[:count], **fields))
-        tokens = tokens[count:]
-    head["sampling"] = Sampling(**head["sampling"])
-    bias = {int(token): number for token, number in head["changes"].pop("bias").items()}  # keys in JSON are text
-    head["changes"] = LogitChanges(bias=bias, **head["changes"])
-    head["answer_format"] = head["answer_format"] and AnswerFormat(*head["answer_format"])
-    head["calling"] = head["calling"] and Calling(**head["calling"])
-    return Asked(prompts=prompts, **head)
 
 
 # -- in the other processes --------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,12 @@ def attach(attachments: Attachments, settings: LoRA, *, copies: bool) -> None:
     model.to(attachments.world.device)
     _freeze(attachments, whole)
     if not copies:
-        _warn_of_lost_steps(model, settings.name, whole)
+        # In 16 bits, an update smaller than the spacing of the numbers is lost.
+        halves = [names[0] for names in whole.values() if is_half(model.get_parameter(names[0]))]
+        if halves:
+            dtype = str(model.get_parameter(halves[0]).dtype).removeprefix("torch.")
+            log.warning("%s: `%s` is trained in %s, where small updates are lost; [memory.zero] updates float32 copies",
+                        settings.name, halves[0], dtype)  # fmt: skip
     for name, adapter in adapters.items():
         layer = model.get_submodule(name)
         # undo the evaluation mode that freezing set, because dropout depends on the layer's mode
@@ -102,15 +107,6 @@ class AdapterRecord:
         if state_dict != self._state:
             hint = "resume with the model and the settings of [memory.lora] that the run began with"
             raise CheckpointError("the checkpoint's adapters have other layers, scales or weights", hint=hint)
-
-
-def _warn_of_lost_steps(model: nn.Module, name: str, whole: Mapping[int, Sequence[str]]) -> None:
-    """Warn about weights trained in 16 bits: an update smaller than the spacing of 16-bit numbers is lost."""
-    halves = [names[0] for names in whole.values() if is_half(model.get_parameter(names[0]))]
-    if halves:
-        dtype = str(model.get_parameter(halves[0]).dtype).removeprefix("torch.")
-        log.warning("%s: `%s` is trained in %s, where small updates are lost; [memory.zero] updates float32 copies",
-                    name, halves[0], dtype)  # fmt: skip
 
 
 def _choose_adapters(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRank], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from shoestring.figures import memory, percent
 from shoestring.memory.broker.arbitration import called_back
@@ -54,16 +54,6 @@ def table(terms: Terms) -> Iterator[str]:
         ]
         for number, lease in enumerate(held or [("", "", "", "")]):
             rows.append((*(about if number == 0 else [""] * len(about)), *lease))
-    yield from _aligned(rows)
-    for bound in bounds:
-        if bound.key in host.room and (bound.key == "host" or bound.total < host.totals["host"]):
-            name = "host" if bound.key == "host" else f"cgroup {bound.folder}"
-            left = memory(max(0, host.room[bound.key]))
-            yield f"{name}: {left} of {memory(bound.total)} left to lease, beside a reserve of {percent(terms.reserve)}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Format rows as lines of text with aligned columns; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
@@ -71,3 +61,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
             for cell, width, title in zip(row, widths, HEAD, strict=True)
         ]
         yield "  ".join(cells).rstrip()
+    for bound in bounds:
+        if bound.key in host.room and (bound.key == "host" or bound.total < host.totals["host"]):
+            name = "host" if bound.key == "host" else f"cgroup {bound.folder}"
+            left = memory(max(0, host.room[bound.key]))
+            yield f"{name}: {left} of {memory(bound.total)} left to lease, beside a reserve of {percent(terms.reserve)}"

@@ -32,24 +32,21 @@ class StepMetrics:
         facts["zero_exposed"] = facts.get("zero_exposed", 0.0) + exposed
         facts["zero_bytes"] = facts.get("zero_bytes", 0.0) + sent
         if "zero_held" not in facts:
-            facts["zero_held"], facts["zero_without"] = self._model_state()
+            # Bytes of parameters, gradients, master copies and optimizer state: as divided, and if undivided.
+            held = without = 0.0
+            trained, state = self.attachments.trained, self.attachments.optimizer.state
+            for part in self.parts:
+                parameter, tensor = part.parameter, trained[part.name]
+                shard = _local(tensor)
+                own = [_local(value) for value in state.get(tensor, {}).values() if isinstance(value, Tensor)]
+                if shard.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():  # a master copy
+                    own.append(shard)
+                gradient = parameter.element_size() * shard.numel()
+                divided = sum(value.nbytes for value in own) + gradient
+                held += parameter.nbytes + divided
+                without += parameter.nbytes + divided * parameter.numel() / max(shard.numel(), 1)
+            facts["zero_held"], facts["zero_without"] = held, without
             facts["zero_parameters"] = sum(part.parameter.nbytes for part in self.parts)
-
-    def _model_state(self) -> tuple[float, float]:
-        """Bytes of parameters, gradients, master copies and optimizer state: as divided, and if undivided."""
-        held = without = 0.0
-        trained, state = self.attachments.trained, self.attachments.optimizer.state
-        for part in self.parts:
-            parameter, tensor = part.parameter, trained[part.name]
-            shard = _local(tensor)
-            own = [_local(value) for value in state.get(tensor, {}).values() if isinstance(value, Tensor)]
-            if shard.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():  # a master copy
-                own.append(shard)
-            gradient = parameter.element_size() * shard.numel()
-            divided = sum(value.nbytes for value in own) + gradient
-            held += parameter.nbytes + divided
-            without += parameter.nbytes + divided * parameter.numel() / max(shard.numel(), 1)
-        return held, without
 
 
 def _local(tensor: Tensor) -> Tensor:

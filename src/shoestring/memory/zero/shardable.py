@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,15 +57,8 @@ def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh |
     if on is not None:
         drawn = [DTensor.from_local(tensor[rows].clone(), on, [Shard(0)], run_check=False) for tensor in drawn]
     matrix, *gradients = drawn
-    alike = _alike(optimizer, settings, [matrix.requires_grad_()])
-    for gradient in gradients:
-        matrix.grad = gradient
-        step_without_hooks(alike)
-    return matrix.to_local().detach() if isinstance(matrix, DTensor) else matrix.detach()[rows]
-
-
-def _alike(optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequence[Tensor]) -> Optimizer:
-    """Make an optimizer for other parameters, with the same class and attributes but without state."""
+    # An optimizer of the same class and with the same attributes, for the matrix and without state.
+    parameters = [matrix.requires_grad_()]
     alike = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
         if name not in OWN_STATE:
@@ -74,7 +67,10 @@ def _alike(optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequen
     alike.param_groups = [{**settings, "params": list(parameters)}]
     alike._optimizer_step_pre_hooks = OrderedDict()
     alike._optimizer_step_post_hooks = OrderedDict()
-    return alike
+    for gradient in gradients:
+        matrix.grad = gradient
+        step_without_hooks(alike)
+    return matrix.to_local().detach() if isinstance(matrix, DTensor) else matrix.detach()[rows]
 
 
 def _copied(value: Any) -> Any:

@@ -19,7 +19,6 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.step import MicroBatches
 from shoestring.core.trace import span
-from shoestring.core.world import World
 from shoestring.parallel.pipeline.messages import Inbox, Outbox, TensorForm
 from shoestring.parallel.pipeline.names import MESSAGES_FACT, STAGE, WAITED_FACT, WHOLE_FACT
 from shoestring.parallel.pipeline.orders import Pass, orders
@@ -51,21 +50,6 @@ def sum_tied(attachments: Attachments, settings: Pipeline) -> None:
             attachments.at(Phase.CLIP, running.sum_tied)
 
 
-def _groups(world: World) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Create two process groups with the stages of this rank's replica, one for each direction. A collective.
-
-    An NCCL communicator runs one operation after another, so in a single group one direction would wait for the other.
-    """
-    mine = world.group([STAGE])
-    assert mine is not None
-    gathered = world.gather(json.dumps(dist.get_process_group_ranks(mine)).encode())
-    members = [json.loads(data) for data in gathered]  # own file: what the ranks of this job send
-    replicas = [ranks for number, ranks in enumerate(members) if ranks not in members[:number]]
-    limit = timeout_of(mine)
-    forth, back = (dist.new_subgroups_by_enumeration(replicas, timeout=limit)[0] for _ in range(2))
-    return cast(dist.ProcessGroup, forth), cast(dist.ProcessGroup, back)
-
-
 class Running:
     """Runs a rank's stage, and exchanges messages with the neighbouring stages."""
 
@@ -77,7 +61,16 @@ class Running:
         self.first = first_part(layout, settings, attachments.features)
         self.stage = Stage(attachments, layout, parts, own_parts(parts, self.first, self.index, stages), self.first)
         self.tied = layout.tied if self.first == 0 else []
-        self.forth, self.back = _groups(world)
+        # Each direction has a process group of its own, because an NCCL communicator runs one operation after another,
+        # so that in a single group one direction would wait for the other.
+        mine = world.group([STAGE])
+        assert mine is not None
+        gathered = world.gather(json.dumps(dist.get_process_group_ranks(mine)).encode())
+        members = [json.loads(data) for data in gathered]  # own file: what the ranks of this job send
+        replicas = [ranks for number, ranks in enumerate(members) if ranks not in members[:number]]
+        limit = timeout_of(mine)
+        forth, back = (dist.new_subgroups_by_enumeration(replicas, timeout=limit)[0] for _ in range(2))
+        self.forth, self.back = cast(dist.ProcessGroup, forth), cast(dist.ProcessGroup, back)
         for group in (self.forth, self.back):
             attachments.exits.callback(dist.destroy_process_group, group)
         self._forms: dict[

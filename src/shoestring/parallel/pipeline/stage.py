@@ -65,23 +65,7 @@ class Layout:
                 f"{type(model).__name__} has {len(lists)} lists of blocks, but a pipeline can cut only one",
                 hint="models with an encoder and a decoder are not supported",
             )
-        self.block_of = self._block_of()
-        before, behind, met = list[nn.Parameter](), list[nn.Parameter](), False
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            met |= parameter in self.block_of
-            if parameter not in self.block_of:
-                (behind if met or _BEHIND.fullmatch(name) else before).append(parameter)
-        if isinstance(model, GPT) and model.head is None:
-            behind += [*model.embed.parameters()]
-        self.before, self.behind = {*before}, {*behind}
-
-    def _block_of(self) -> dict[nn.Parameter, int]:
-        """Parameter -> index of the block that it belongs to.
-
-        Raises:
-            ConfigError: a block shares a parameter with another block or with the rest of the model, so that several
-                stages might train the parameter.
-        """
+        # If a block shared a parameter with another block or with the rest of the model, several stages might train it.
         block_of: dict[nn.Parameter, int] = {}
         inside = set[nn.Module]()
         for index, block in enumerate(self.blocks):
@@ -93,7 +77,15 @@ class Layout:
             for name, parameter in module._parameters.items():
                 if parameter in block_of:
                     raise self._shared(f"block {block_of[parameter]} and layers outside the blocks", name)
-        return block_of
+        self.block_of = block_of
+        before, behind, met = list[nn.Parameter](), list[nn.Parameter](), False
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            met |= parameter in self.block_of
+            if parameter not in self.block_of:
+                (behind if met or _BEHIND.fullmatch(name) else before).append(parameter)
+        if isinstance(model, GPT) and model.head is None:
+            behind += [*model.embed.parameters()]
+        self.before, self.behind = {*before}, {*behind}
 
     def _shared(self, places: str, name: str) -> ConfigError:
         message = f"{places} of {type(self.model).__name__} share `{name}`, but a pipeline would train two copies of it"
@@ -194,10 +186,7 @@ class Stage:
                 gone.add(module.weight)
         if self.last not in self.own:
             gone |= {parameter for parameter in self.foreign if parameter in self.layout.behind}
-        self._leave(gone)
-
-    def _leave(self, gone: set[nn.Parameter]) -> None:
-        """Move the parameters `gone` to the meta device, and freeze all parameters that this rank does not hold."""
+        # Move the parameters `gone` to the meta device, and freeze all parameters that this rank does not hold.
         on_meta = dict[nn.Parameter, nn.Parameter]()
         for module in self.layout.model.modules():
             for name, parameter in [*module._parameters.items()]:
@@ -280,7 +269,11 @@ class Stage:
         self._check_inputs(index, args, kwargs)
         self.begun = True
         if index == blocks[0] and self._received is not None:
-            args, kwargs = _with_first(args, kwargs, self._received)
+            place = _place(args, kwargs)
+            if isinstance(place, int):
+                args = (*args[:place], self._received, *args[place + 1 :])
+            else:
+                kwargs = kwargs | {place: self._received}
         output = inner(*args, **kwargs)
         if index == blocks[-1] and self.current != self.last:
             raise LeftError(_hidden(output, index))
@@ -334,7 +327,7 @@ class _Reads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         refusal = ConfigError(
             f"a stage reads `{name}`, which another stage trains",
-            hint="a pipeline needs a model that uses a parameter on the side of the blocks where it is declared",
+            hint="a pipeline needs parameters that are used only on the side of the blocks where they are declared",
         )
         try:
             result = func(*args, **(kwargs or {}))
@@ -366,15 +359,6 @@ def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     place = _place(args, kwargs)
     return args[place] if isinstance(place, int) else kwargs[place]
-
-
-def _with_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    place = _place(args, kwargs)
-    if isinstance(place, int):
-        return (*args[:place], hidden, *args[place + 1 :]), kwargs
-    return args, kwargs | {place: hidden}
 
 
 def _hidden(output: Any, index: int) -> Tensor:

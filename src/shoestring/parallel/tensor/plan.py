@@ -201,7 +201,7 @@ def _attributes(model: nn.Module, settings: Tensor) -> Iterator[tuple[str, int]]
         for name in owners:
             value = getattr(model.get_submodule(name), attribute)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"`{name}.{attribute}` is {value!r}, no number that ranks can share")
+                raise ConfigError(f"`{name}.{attribute}` is {value!r}, not a number that can be divided among ranks")
             yield f"{name}.{attribute}", value
 
 

@@ -42,15 +42,6 @@ def attach(attachments: Attachments, settings: Settings) -> None:
         Splitting(attachments, plan).attach()
 
 
-def _drops(model: nn.Module) -> bool:
-    """Whether a model uses dropout, judged by its modules and its configuration."""
-    config: Any = getattr(model, "config", None)
-    numbers = vars(config).items() if config is not None else ()
-    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()) or any(
-        ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0 for name, value in numbers
-    )
-
-
 def _fingerprint(stepped: DTensor) -> Tensor:
     """Two numbers that tell gradients apart: the norm, and a sum that is weighted by position."""
     assert isinstance(stepped.grad, DTensor)
@@ -124,7 +115,14 @@ class Splitting:
             owner, _, attribute = path.rpartition(".")
             if owner != "config":
                 self._set(self.model.get_submodule(owner), attribute, number // self.ranks.size)
-        if _drops(self.model):
+        # Whether the model uses dropout is judged by its modules and its configuration.
+        config: Any = getattr(self.model, "config", None)
+        numbers = vars(config).items() if config is not None else ()
+        rates = [module.p for module in self.model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+        rates += [
+            value for name, value in numbers if ("dropout" in name or "pdrop" in name) and isinstance(value, float)
+        ]
+        if any(rate > 0 for rate in rates):
             attachments.at(Phase.FORWARD, self._draw_alike)
         self._check_answer(before)
         facts[HELD_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
@@ -259,7 +257,7 @@ class Splitting:
         except (RuntimeError, ValueError, IndexError) as error:
             raise ConfigError(
                 f"{type(self.model).__name__} does not run with its layers split: {error}",
-                hint="the model uses a number that is not divided with its layers: use parallel.FSDP() for this model",
+                hint="the model uses a size that is not divided with its layers: use parallel.FSDP() for this model",
             ) from error
         self._called = True
         return output

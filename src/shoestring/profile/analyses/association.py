@@ -125,7 +125,19 @@ def costly_orders(reading: Reading) -> Iterator[Finding]:
 
 def _chains(function: ast.AST) -> Iterator[WrittenProduct]:
     """Yield the products of at least three factors in a function that are on lines with no other products."""
-    temporaries = _temporaries(function)
+    # Temporaries are names that are assigned once and used once.
+    values: dict[str, list[ast.expr]] = {}
+    used, written = list[str](), list[str]()
+    for node in _inside(function):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else written).append(node.id)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            values.setdefault(node.targets[0].id, []).append(node.value)
+    temporaries = {
+        name: assigned[0]
+        for name, assigned in values.items()
+        if len(assigned) == written.count(name) == used.count(name) == 1
+    }
     sites = [node for node in _inside(function) if isinstance(node, ast.expr) and _operands(node)]
     parsed = [_read(site, False, temporaries) for site in sites]
     chains = [product for product in parsed if isinstance(product, WrittenProduct)]
@@ -143,22 +155,6 @@ def _inside(function: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(child, Function | ast.ClassDef | ast.Lambda):
             yield child
             yield from _inside(child)
-
-
-def _temporaries(function: ast.AST) -> dict[str, ast.expr]:
-    """Map names that are assigned once and used once to their values."""
-    values: dict[str, list[ast.expr]] = {}
-    used, written = list[str](), list[str]()
-    for node in _inside(function):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else written).append(node.id)
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            values.setdefault(node.targets[0].id, []).append(node.value)
-    return {
-        name: assigned[0]
-        for name, assigned in values.items()
-        if len(assigned) == written.count(name) == used.count(name) == 1
-    }
 
 
 def _operands(node: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:

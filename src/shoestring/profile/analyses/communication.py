@@ -44,40 +44,6 @@ TINY = 1024
 
 def exposed_communication(reading: Reading) -> Iterator[Finding]:
     """Find lines on which the program waits for other ranks."""
-    yield from _collectives(reading)
-    yield from _in_backward(reading)
-
-
-def _in_backward(reading: Reading) -> Iterator[Finding]:
-    """Find waits in the backward pass of DistributedDataParallel: the engine's time outside backward functions."""
-    tree = reading.tree
-    if not reading.matching(_DISTRIBUTED).any():
-        return
-    accumulates = reading.matching(_ACCUMULATE) & (tree.kind == NodeKind.BACKWARD)
-    averaged = tree.count[reading.matching(_AVERAGED)].sum() / max(tree.count[accumulates].sum(), 1)
-    if 0 < averaged < ALWAYS:
-        return  # the program accumulates gradients over several backward passes, and averages them once
-    engine = reading.behind & reading.matching(_ACCUMULATE)  # here DDP sends full buckets
-    engine |= reading.matching(_ENGINE) & (tree.kind == NodeKind.PYTHON)
-    waits: dict[Place, list[int]] = {}
-    for node in np.flatnonzero(engine & (tree.own > 0)).tolist():
-        waits.setdefault(reading.place(node), []).append(node)
-    for place, nodes in waits.items():
-        taken = int(tree.own[nodes].sum())
-        if reading.share(taken) >= IN_BACKWARD and place[0]:
-            yield reading.finding(
-                "the backward pass waits for the averaging of gradients",
-                place,
-                f"After or between its functions, the backward pass waits {nanoseconds(taken)},"
-                f" {percent(reading.share(taken))} of the time.",
-                "Average less often (no_sync() while gradients are accumulated), in buckets that are sent while others"
-                " are computed (bucket_cap_mb), or in fewer bytes (a compressing communication hook).",
-                None,
-                nodes,
-            )
-
-
-def _collectives(reading: Reading) -> Iterator[Finding]:
     tree = reading.tree
     named = np.array([bool(_COLLECTIVE.search(name)) for name in tree.names])
     operators = np.array([bool(_OPERATORS.search(name)) for name in tree.names])
@@ -123,6 +89,36 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
             saves if many else replace(saves, told=False),  # it is unknown how much other work could overlap
             nodes,
         )
+    yield from _in_backward(reading)
+
+
+def _in_backward(reading: Reading) -> Iterator[Finding]:
+    """Find waits in the backward pass of DistributedDataParallel: the engine's time outside backward functions."""
+    tree = reading.tree
+    if not reading.matching(_DISTRIBUTED).any():
+        return
+    accumulates = reading.matching(_ACCUMULATE) & (tree.kind == NodeKind.BACKWARD)
+    averaged = tree.count[reading.matching(_AVERAGED)].sum() / max(tree.count[accumulates].sum(), 1)
+    if 0 < averaged < ALWAYS:
+        return  # the program accumulates gradients over several backward passes, and averages them once
+    engine = reading.behind & reading.matching(_ACCUMULATE)  # here DDP sends full buckets
+    engine |= reading.matching(_ENGINE) & (tree.kind == NodeKind.PYTHON)
+    waits: dict[Place, list[int]] = {}
+    for node in np.flatnonzero(engine & (tree.own > 0)).tolist():
+        waits.setdefault(reading.place(node), []).append(node)
+    for place, nodes in waits.items():
+        taken = int(tree.own[nodes].sum())
+        if reading.share(taken) >= IN_BACKWARD and place[0]:
+            yield reading.finding(
+                "the backward pass waits for the averaging of gradients",
+                place,
+                f"After or between its functions, the backward pass waits {nanoseconds(taken)},"
+                f" {percent(reading.share(taken))} of the time.",
+                "Average less often (no_sync() while gradients are accumulated), in buckets that are sent while others"
+                " are computed (bucket_cap_mb), or in fewer bytes (a compressing communication hook).",
+                None,
+                nodes,
+            )
 
 
 def _steps(reading: Reading, sent: Sequence[OperatorCall]) -> int:

@@ -26,12 +26,6 @@ def repeated_copies(reading: Reading) -> Iterator[Finding]:
         if call.name in COPIES and copies[call.node] and call.given and call.made and call.place[0]
         if call.given[0].device != call.made[0].device
     ]
-    yield from _back_and_forth(reading, moved)
-    yield from _in_a_loop(reading, moved)
-    yield from _through_lists(reading)
-
-
-def _back_and_forth(reading: Reading, moved: list[OperatorCall]) -> Iterator[Finding]:
     functions: dict[tuple[int, int], list[OperatorCall]] = {}
     for call in moved:
         functions.setdefault(call.frame, []).append(call)
@@ -45,9 +39,6 @@ def _back_and_forth(reading: Reading, moved: list[OperatorCall]) -> Iterator[Fin
                 back,
                 "Keep it on the device that computes with it.",
             )
-
-
-def _in_a_loop(reading: Reading, moved: list[OperatorCall]) -> Iterator[Finding]:
     for call in moved:
         if call.count >= OFTEN * reading.steps and reading.share(call.forward) >= MATTERS:
             yield _finding(
@@ -56,6 +47,7 @@ def _in_a_loop(reading: Reading, moved: list[OperatorCall]) -> Iterator[Finding]
                 [call],
                 "Copy once before the loop, or join the tensors and copy them together.",
             )
+    yield from _through_lists(reading)
 
 
 def _finding(reading: Reading, title: str, calls: list[OperatorCall], advice: str) -> Finding:

@@ -143,7 +143,15 @@ def spelt_out(text: Text, scope: Function | ast.Module) -> list[Formula]:
 
 def _formulas(result: Value) -> Iterator[Formula]:
     """Find operators that compute `result` from one, two or (batch norm) five of the values it depends on."""
-    below = _below(result)
+    # `below` is `result` and all values that it is computed from, without constants.
+    values: dict[Value, None] = {}
+    stack = [result]
+    while stack and len(values) <= DEEPEST:
+        value = stack.pop()
+        if value not in values and value.array.ndim:
+            values[value] = None
+            stack.extend(value.of)
+    below = list(values)
     if not 2 <= len(below) <= DEEPEST or (result.array.shape != SHAPE and result.array.size == 1):
         return
     sources = [value for value in below if value is not result and value.array.shape == SHAPE]
@@ -193,18 +201,6 @@ def _equal(left: Array, right: Array) -> bool:
     with np.errstate(all="ignore"):
         near = TOLERANCE * min(float(right[numbers].std()), 1.0)
     return bool(np.allclose(left[numbers], right[numbers], rtol=TOLERANCE, atol=near))
-
-
-def _below(result: Value) -> list[Value]:
-    """`result` and all values that it is computed from, without constants."""
-    values: dict[Value, None] = {}
-    stack = [result]
-    while stack and len(values) <= DEEPEST:
-        value = stack.pop()
-        if value not in values and value.array.ndim:
-            values[value] = None
-            stack.extend(value.of)
-    return list(values)
 
 
 def _between(result: Value, ends: Sequence[Value]) -> list[Value] | None:

@@ -9,13 +9,12 @@ no attention implemented by hand were planted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoestring.figures import nanoseconds
 from shoestring.profile.analyses import costs
 from shoestring.profile.analyses.formulas import Formula, spelt_out
-from shoestring.profile.analyses.gains import PredictedGain
 from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, named
 from shoestring.profile.analyses.statements import Function
 from shoestring.profile.findings import Finding
@@ -182,7 +181,21 @@ def fusible_chains(reading: Reading) -> Iterator[Finding]:
         saves = reading.gain("fusible", gain, [call.node for call in calls])
         first, fused, _ = alike[0]
         if saves.expected >= (MATTERS if fused else UNKNOWN_MATTERS):
-            yield _finding(reading, places, calls, first.each, fused, saves)
+            worst = costliest(calls)
+            numbers = sorted(line for _, line in places)
+            lines = f"Lines {numbers[0]} to {numbers[-1]} call" if len(numbers) > 1 else "This line calls"
+            names = ", ".join(dict.fromkeys(call.name.removeprefix("aten::") for call in calls))
+            forward, backward = (sum(getattr(call, way) for call in calls) for way in ("forward", "backward"))
+            instead = f"Call {fused.instead}" if fused else "Compile the function with torch.compile"
+            yield reading.finding(
+                f"{first.each:.0f} small operators do what one can",
+                worst.place,
+                f"{lines} {names}: {nanoseconds(forward)} forward and {nanoseconds(backward)}"
+                " backward, and each of them reads and writes all elements again.",
+                f"{instead}, which reads and writes them once.",
+                saves,
+                [call.node for call in calls],
+            )
 
 
 def saved(reading: Reading, chain: Chain, fused: Fused | None) -> float:
@@ -207,28 +220,3 @@ def saved(reading: Reading, chain: Chain, fused: Fused | None) -> float:
     if backward:
         saving += backward - min(after_backward, backward)
     return max(saving, 0.0) * chain.runs
-
-
-def _finding(
-    reading: Reading,
-    places: frozenset[Place],
-    calls: Sequence[OperatorCall],
-    operators: float,
-    fused: Fused | None,
-    saves: PredictedGain,
-) -> Finding:
-    worst = costliest(calls)
-    numbers = sorted(line for _, line in places)
-    lines = f"Lines {numbers[0]} to {numbers[-1]} call" if len(numbers) > 1 else "This line calls"
-    names = ", ".join(dict.fromkeys(call.name.removeprefix("aten::") for call in calls))
-    forward, backward = (sum(getattr(call, way) for call in calls) for way in ("forward", "backward"))
-    instead = f"Call {fused.instead}" if fused else "Compile the function with torch.compile"
-    return reading.finding(
-        f"{operators:.0f} small operators do what one can",
-        worst.place,
-        f"{lines} {names}: {nanoseconds(forward)} forward and {nanoseconds(backward)}"
-        " backward, and each of them reads and writes all elements again.",
-        f"{instead}, which reads and writes them once.",
-        saves,
-        [call.node for call in calls],
-    )

@@ -21,19 +21,14 @@ model."""
 
 
 def hotspots(reading: Reading) -> Iterator[Finding]:
-    """Find wasteful matrix products, and a line that takes more than half of the time."""
+    """Find wasteful matrix products, and a line that takes more than half of the time with all that it calls.
+
+    Matrix products, convolutions and attention do not count as such a line, because a model needs them and they already
+    run near the machine's peak speed. Lines that call a whole model do not count either, because their time belongs to
+    lines or layers inside the model.
+    """
     yield from wasted_products(reading)
     yield from costly_orders(reading)
-    yield from _largest(reading)
-
-
-def _largest(reading: Reading) -> Iterator[Finding]:
-    """Find a line that takes more than half of the time, including the operators that it calls and their gradients.
-
-    Matrix products, convolutions and attention are not reported, because a model needs them and they already run near
-    the machine's peak speed. Lines that call a whole model are not reported either, because their time belongs to lines
-    or layers inside the model.
-    """
     times: dict[Place, float] = {}
     waiting = _starting(reading)
     for (file, line), time in reading.line_itself.items():  # samples of a short loop are on its head or in its body

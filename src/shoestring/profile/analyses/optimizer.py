@@ -35,7 +35,19 @@ def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
     for node in sorted({*reading.spans} - {*known}):
         yield from _unknown_step(reading, node)
     if reading.behind.any():  # there is a backward pass, so the program trains
-        yield from _loops(reading, known)
+        # The program's own loops that update parameters, outside the optimizer steps in `known`.
+        inside = set()
+        for node in known:
+            inside |= set(reading.below(node).nonzero()[0].tolist())
+        functions: dict[tuple[int, int], list[OperatorCall]] = {}
+        for call in reading.calls:
+            often = call.count >= MANY * reading.steps
+            if call.node not in inside and call.place[0] and call.direct and often and not call.graphed:
+                functions.setdefault(call.frame, []).append(call)
+        for calls in functions.values():
+            updates = [call for call in calls if call.name in UPDATES or _replaces(reading, call)]
+            if updates and not any(call.name in ("aten::item", "aten::select") for call in calls):
+                yield from _loop(reading, [call for call in calls if not call.dense], updates)
 
 
 def _own(reading: Reading, node: int) -> bool:
@@ -123,22 +135,6 @@ def _mean_elements(reading: Reading, calls: list[OperatorCall]) -> float:
     """Mean number of elements of the tensors that these calls update, assuming 4 bytes per element; 0 if unknown."""
     tensors = sum(call.count * sum(tensor.elements > 1 for tensor in (*call.given, *call.made)) for call in calls)
     return float(sum(reading.tree.bytes[call.node] for call in calls)) / 4 / max(tensors, 1)
-
-
-def _loops(reading: Reading, known: list[int]) -> Iterator[Finding]:
-    """Find the program's own loops that update parameters, outside the optimizer steps in `known`."""
-    inside = set()
-    for node in known:
-        inside |= set(reading.below(node).nonzero()[0].tolist())
-    functions: dict[tuple[int, int], list[OperatorCall]] = {}
-    for call in reading.calls:
-        often = call.count >= MANY * reading.steps
-        if call.node not in inside and call.place[0] and call.direct and often and not call.graphed:
-            functions.setdefault(call.frame, []).append(call)
-    for calls in functions.values():
-        updates = [call for call in calls if call.name in UPDATES or _replaces(reading, call)]
-        if updates and not any(call.name in ("aten::item", "aten::select") for call in calls):
-            yield from _loop(reading, [call for call in calls if not call.dense], updates)
 
 
 def _replaces(reading: Reading, call: OperatorCall) -> bool:

@@ -37,7 +37,15 @@ _TAKES = frozenset({"aten::item", "aten::is_nonzero", "aten::_local_scalar_dense
 def python_bound(reading: Reading) -> Iterator[Finding]:
     """Find functions in which Python itself computes, and loops over small operators."""
     yield from _python_alone(reading)
-    yield from _small_operators(reading)
+    loops: dict[ast.AST, list[OperatorCall]] = {}
+    for call in reading.calls:
+        text = reading.syntax(call.place[0]) if call.count >= OFTEN * reading.steps else None
+        statement = text.at(call.place[1]) if text else None
+        loop = text.loop(statement) if text and statement else None
+        if loop is not None:
+            loops.setdefault(loop, []).append(call)
+    for loop, calls in loops.items():
+        yield from _loop(reading, loop, calls)
 
 
 def _python_alone(reading: Reading) -> Iterator[Finding]:
@@ -91,18 +99,6 @@ def _computes(reading: Reading, text: Text, place: Place) -> bool:
 def _of(node: ast.AST, line: int) -> bool:
     """Whether a node of the syntax tree spans a line."""
     return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
-
-
-def _small_operators(reading: Reading) -> Iterator[Finding]:
-    loops: dict[ast.AST, list[OperatorCall]] = {}
-    for call in reading.calls:
-        text = reading.syntax(call.place[0]) if call.count >= OFTEN * reading.steps else None
-        statement = text.at(call.place[1]) if text else None
-        loop = text.loop(statement) if text and statement else None
-        if loop is not None:
-            loops.setdefault(loop, []).append(call)
-    for loop, calls in loops.items():
-        yield from _loop(reading, loop, calls)
 
 
 def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterator[Finding]:

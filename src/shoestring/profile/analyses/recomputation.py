@@ -163,7 +163,15 @@ class _Constant:
         if isinstance(node, ast.Attribute) and node.attr in ("shape", "device", "dtype", "ndim", "pi"):
             return True
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            return self._is_setting(node)
+            # An attribute of `self` is constant if it is assigned exactly once, from an expression without calls.
+            name, values = ast.unparse(node), list[ast.expr]()
+            for statement in self.text.statements:
+                for target in statement.targets if isinstance(statement, ast.Assign) else ():
+                    pairs = [(target, statement.value)] if isinstance(statement, ast.Assign) else []
+                    if isinstance(target, ast.Tuple) and isinstance(pairs[0][1], ast.Tuple):
+                        pairs = list(zip(target.elts, pairs[0][1].elts, strict=False))
+                    values += [value for part, value in pairs if ast.unparse(part) == name]
+            return len(values) == 1 and not any(isinstance(part, ast.Call) for part in ast.walk(values[0]))
         if isinstance(node, ast.Name):
             return node.id in _LIBRARIES or self._name(node, depth)
         if isinstance(node, ast.Call):
@@ -199,17 +207,6 @@ class _Constant:
         if not (library and name in _FACTORIES):
             inputs = all(self.is_constant(argument, depth - 1) for argument in arguments)
         return inputs and (of is None or library or self.is_constant(of, depth - 1))
-
-    def _is_setting(self, node: ast.Attribute) -> bool:
-        """Whether an attribute of `self` is assigned exactly once, from an expression without calls."""
-        name, values = ast.unparse(node), list[ast.expr]()
-        for statement in self.text.statements:
-            for target in statement.targets if isinstance(statement, ast.Assign) else ():
-                pairs = [(target, statement.value)] if isinstance(statement, ast.Assign) else []
-                if isinstance(target, ast.Tuple) and isinstance(pairs[0][1], ast.Tuple):
-                    pairs = list(zip(target.elts, pairs[0][1].elts, strict=False))
-                values += [value for part, value in pairs if ast.unparse(part) == name]
-        return len(values) == 1 and not any(isinstance(part, ast.Call) for part in ast.walk(values[0]))
 
     def _is_size(self, node: ast.AST, depth: int) -> bool:
         """Whether an argument is constant; an attribute of `self` is assumed to be a constant size."""

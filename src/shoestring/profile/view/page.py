@@ -11,7 +11,7 @@ from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
 from shoestring.profile.lines import by_line, import_time, without_imports
-from shoestring.profile.recording import Facts, Profile
+from shoestring.profile.recording import Profile
 from shoestring.profile.summary import by_operator, code, command, notes, waits
 from shoestring.profile.view import payload
 from shoestring.profile.view.steps import steps
@@ -72,6 +72,10 @@ def write(profile: Profile, path: Path) -> Path:
         ]
         for name, (own, count) in longest
     ]
+    shown = [*notes(profile.facts), *(line for line, _ in waits(profile.facts))]
+    if profile.facts.collector != "native":
+        shown.append(f"Operators were recorded by {profile.facts.collector}.")
+    shown.append(", ".join(f"{name} {version}" for name, version in profile.facts.versions.items()))
     parts = [
         _findings(find(profile), profile.sources),
         _strip(profile),
@@ -89,7 +93,7 @@ def write(profile: Profile, path: Path) -> Path:
         _source(profile.sources, ("Forward", "Backward", "Python")),
         steps(profile.facts),
         section("Operators", grid("Without the operators that they call", _OPERATOR_HEAD, operators, figures=1)),
-        _notes(profile.facts),
+        section("Notes", tag("ul", *(tag("li", note) for note in shown if note))),
     ]
     name = command(profile.facts)
     return save(path, document(name, _heading(name, "Profile"), join(parts), payload.of_profile(profile), _frame()))
@@ -224,14 +228,6 @@ def _source(sources: Mapping[str, str], head: Sequence[str]) -> Markup:
     pick = tag("label", "File ", tag("select", id="file"))
     box = tag("div", table, id="source", class_="source", tabindex=0, role="region", aria_label="Source with times")
     return tag("section", tag("h2", "Source"), tag("div", pick, class_="pick"), box, id="source-section")
-
-
-def _notes(facts: Facts) -> Markup:
-    shown = [*notes(facts), *(line for line, _ in waits(facts))]
-    if facts.collector != "native":
-        shown.append(f"Operators were recorded by {facts.collector}.")
-    shown.append(", ".join(f"{name} {version}" for name, version in facts.versions.items()))
-    return section("Notes", tag("ul", *(tag("li", note) for note in shown if note)))
 
 
 def _place(file: str, line: int) -> Markup:

@@ -53,7 +53,11 @@ def parallel(record: StudyRecord) -> Markup:
     own = Scale(min(values), max(values), HEIGHT - 40, 30)
     parts = []
     for at, dimension in zip(places, record.space, strict=False):
-        parts += _axis(at, dimension)
+        parts += [line(at, 30, at, HEIGHT - 40, "rule"), text(at, 16, _short(dimension.key), kind="strong")]
+        ends: list[Any] = list(dimension.choices) if dimension.choices else [dimension.low, dimension.high]
+        for value in ends:
+            shown = figures.plain(value) if isinstance(value, int | float) and not dimension.choices else str(value)
+            parts.append(text(at - 6, _height(dimension, value) + 4, shown[:14], anchor="end"))
     parts += [line(places[-1], 30, places[-1], HEIGHT - 40, "rule")]
     parts.append(text(places[-1], 16, _short(record.study.objective), kind="strong"))
     tops = max(1, len(ranked) // 5)
@@ -72,15 +76,6 @@ def parallel(record: StudyRecord) -> Markup:
         "The thick line is the best trial, green lines are the best fifth. A setting that does not exist is left out."
     )
     return _noted(picture(parts, "Settings and objective of each trial"), note)
-
-
-def _axis(at: float, dimension: Dimension) -> list[Markup]:
-    parts = [line(at, 30, at, HEIGHT - 40, "rule"), text(at, 16, _short(dimension.key), kind="strong")]
-    ends: list[Any] = list(dimension.choices) if dimension.choices else [dimension.low, dimension.high]
-    for value in ends:
-        shown = figures.plain(value) if isinstance(value, int | float) and not dimension.choices else str(value)
-        parts.append(text(at - 6, _height(dimension, value) + 4, shown[:14], anchor="end"))
-    return parts
 
 
 def _height(dimension: Dimension, value: Any) -> float:
@@ -115,7 +110,10 @@ def rungs(record: StudyRecord) -> Markup:
         rung += 1
     winner = record.ranked[0].number if record.ranked else -1
     by_number = {trial.number: trial for trial in record.trials}
-    lineage = _ancestors(by_number, winner)
+    lineage, number = set[int](), winner
+    while number in by_number:
+        lineage.add(number)
+        number = by_number[number].parent
     for number in reversed(ends):
         trial, points = by_number[number], [(x(step), y(value)) for step, value in curves[number]]
         before = [pair for pair in curves.get(trial.parent, []) if pair[0] <= curves[number][0][0]]
@@ -128,15 +126,6 @@ def rungs(record: StudyRecord) -> Markup:
     legend = "Upright lines are comparisons; the thick line is the best trial"
     note = f"{legend} and what it descends from." if isinstance(record.schedule, Population) else f"{legend}."
     return _noted(picture(parts, f"{record.study.objective} of each trial by step"), note)
-
-
-def _ancestors(by_number: dict[int, TrialLease], number: int) -> set[int]:
-    """Numbers of a trial and of all trials from which it descends."""
-    numbers = set()
-    while number in by_number:
-        numbers.add(number)
-        number = by_number[number].parent
-    return numbers
 
 
 def effort(studies: Sequence[StudyRecord]) -> Markup:

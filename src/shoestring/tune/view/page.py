@@ -27,9 +27,18 @@ def write(studies: Sequence[StudyRecord], out: Path) -> Path:
         ShoestringError: the page cannot be written.
     """
     record = studies[0]
+    states = [trial.state for trial in record.trials]
+    facts = {
+        "Trials": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none",
+        "Work": f"{record.hours:.2f} h",
+        "Tokens": figures.count(sum(trial.tokens for trial in record.trials)),
+        "Sampler": record.study.sampler,
+        "Interruptions": f"{sum(max(trial.epoch - 1 - trial.rung + trial.forked, 0) for trial in record.trials):,}",
+    }
+    rows = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()]
     parts = [
         _headline(record),
-        _facts(record),
+        tag("dl", *rows, class_="facts"),
         _section("Trials over time", over_time(record), _STATES),
         _section("Settings", parallel(record)),
         _importance(record),
@@ -78,19 +87,6 @@ def _headline(record: StudyRecord) -> Markup:
         "p", f"{record.study.objective} of trial {best.number}, the best of {len(record.done)} results", class_="of"
     )
     return tag("section", tag("div", number, label), settings, class_="headline")
-
-
-def _facts(record: StudyRecord) -> Markup:
-    states = [trial.state for trial in record.trials]
-    facts = {
-        "Trials": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none",
-        "Work": f"{record.hours:.2f} h",
-        "Tokens": figures.count(sum(trial.tokens for trial in record.trials)),
-        "Sampler": record.study.sampler,
-        "Interruptions": f"{sum(max(trial.epoch - 1 - trial.rung + trial.forked, 0) for trial in record.trials):,}",
-    }
-    rows = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()]
-    return tag("dl", *rows, class_="facts")
 
 
 def settings_of(trial: TrialLease) -> str:
