@@ -8,7 +8,7 @@ from functools import cache
 from benchmarks.harness import Bar, Deadline
 from benchmarks.intervals import of_ratio
 from benchmarks.precision.steps import MODELS, SEEDS, Cast, autocast, by_graph, drawn
-from benchmarks.rows import Measured
+from benchmarks.rows import Measured, Op
 
 WAYS: dict[str, Callable[[str, int], Cast]] = {
     "autocast": autocast,
@@ -55,7 +55,7 @@ def error(name: str, way: str) -> Measured:
 def rows() -> list[Bar]:
     """The bars of the pass on each model."""
 
-    def bar(kind: str, name: str, what: str, op: str, limit: float, measure: Callable[[], Measured]) -> Bar:
+    def bar(kind: str, name: str, what: str, op: Op, limit: float, measure: Callable[[], Measured]) -> Bar:
         def measured(deadline: Deadline) -> Measured:
             deadline.check()
             return measure()

@@ -38,15 +38,15 @@ TRAINED: dict[str, Case] = {
 class RoundedProducts(fx.Interpreter):
     """Runs a graph, and computes products of 16-bit tensors from their values in 32 bits."""
 
-    def run_node(self, node: fx.Node) -> Any:
-        if node.op != "call_function" or operator_name(node) not in ALLOW:
-            return super().run_node(node)
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or operator_name(n) not in ALLOW:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
-        made = node.target(*args, **kwargs)
+        made = self.call_function(n.target, args, kwargs)
         if isinstance(made, Tensor):
-            return made.to(node.meta["val"].dtype)
-        both = zip(made, node.meta["val"], strict=True)
+            return made.to(n.meta["val"].dtype)
+        both = zip(made, n.meta["val"], strict=True)
         return tuple(one.to(like.dtype) if isinstance(one, Tensor) else one for one, like in both)
 
 

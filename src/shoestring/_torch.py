@@ -251,7 +251,8 @@ def compile_joint(
             return compile_fx_inner(decomposed, part_inputs, **options)
 
         with config.patch(joint_custom_pre_pass=on_graph):
-            return compile_fx(graph, [*inputs], inner_compile=compile_decomposed, decompositions={})
+            compiled: Any = compile_fx(graph, [*inputs], inner_compile=compile_decomposed, decompositions={})
+            return compiled
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shoestring._torch import tree_map_only
-from shoestring.precision.lists import NARROWED_ARGUMENTS, PROMOTING, ListName, list_of
+from shoestring.precision.lists import NARROWED_ARGUMENTS, PROMOTING, SUMMING, ListName, list_of
 from shoestring.precision.narrowing import Bits, Flow, narrowed
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -69,7 +69,8 @@ def flow_of(graph: fx.Graph, *, forward: bool = False) -> tuple[Flow[fx.Node], d
         listed = "clear" if picks else list_of(operator_name(node)) if computes_floats(node) else None
         if forward and operator_name(node) == "pow" and node.args[1] in (1, 2):
             listed = "infer"
-        lists[node] = listed if node in variable else None
+        wide = node not in variable or (operator_name(node) in SUMMING and not forward)
+        lists[node] = None if wide else listed
     known = set(nodes)
     sources = {node: [source for source in node.all_input_nodes if source in known] for node in nodes}
     users = {node: [user for user in node.users if user in known] for node in nodes}
@@ -100,7 +101,9 @@ def narrow(
     """
     graph = module.graph
     flow, lists = flow_of(graph, forward=forward)
-    lists = {node: "deny" if operator_name(node) in wide else name for node, name in lists.items()}
+    for node in lists:
+        if operator_name(node) in wide:
+            lists[node] = "deny"
     bits = narrowed(flow, lists, forward=forward)
     reasons, casts = _by_operator(bits), _Casts(graph, dtype)
     for node in [*graph.nodes]:
@@ -163,7 +166,7 @@ class _Casts:
 
         def cast(source: fx.Node) -> fx.Node:
             was, now = self._types[source], _dtypes(source)
-            return self._cast(source, was[0]) if len(was) == 1 and was != now else source
+            return self._cast(source, was[0]) if len(was) == 1 and was != now and was[0] else source
 
         with self.graph.inserting_before(output):
             output.args = fx.node.map_arg(output.args, cast)
@@ -185,7 +188,8 @@ class _Casts:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
         modes = [value.fake_mode for value in _fakes((args, kwargs))]
         with modes[0]:
-            return node.target(*args, **kwargs)
+            operation: Any = node.target
+            return operation(*args, **kwargs)
 
 
 def _fakes(values: Any) -> list[Any]:

@@ -64,6 +64,16 @@ CLEAR = _names(
 )
 """Operators that move or pick numbers, and lose nothing in 16 bits that was not lost before."""
 
+SUMMING = frozenset(
+    {
+        f"{norm}{way}"
+        for norm in ("native_layer_norm", "native_group_norm", "_fused_rms_norm")
+        for way in ("", "_backward")
+    }
+)
+"""Operators of `INFER` that stay wide without forward propagation: they read the sums of all blocks before them, whose
+rounding costs more than all else does."""
+
 PROMOTING = frozenset({"add", "sub", "rsub", "mul", "div", "maximum", "minimum"})
 """Operators that compute in 32 bits if one of their operands has 32 bits, without a cast of the others."""
 
