@@ -345,9 +345,7 @@ def table(runs: Path) -> str:
     lines.append("|---|---|" + "---|" * (len(DOMAINS) + 1))
     for method in METHODS:
         paths = {name: runs.glob(f"cell-{slug(method)}-{name}-*.json") for name in DOMAINS}
-        cells = [
-            [json.loads(path.read_text())[f"accuracy_{name}"] for path in found] for name, found in paths.items()
-        ]
+        cells = [[json.loads(path.read_text())[f"accuracy_{name}"] for path in found] for name, found in paths.items()]
         if all(cells):
             means = [float(np.mean(values)) for values in cells]
             row = " | ".join(f"{value:.3f}" for value in (*means, float(np.mean(means))))

@@ -1,5 +1,7 @@
 """The benchmark of the recipe `federated`: all methods at toy size, settings chosen without the left-out domain."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from shoestring_recipes.federated.digits import DOMAINS
 class Inline:
     """An executor that calls at once, in this process."""
 
-    made = []
+    made: ClassVar = []
 
     def __init__(self, *arguments):
         pass

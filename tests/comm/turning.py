@@ -23,7 +23,8 @@ SIZES = {"ann": 5, "bob": 9, "cem": 4, "dua": 16, "eva": 6}
 BATCH, RATE = 4, 0.05
 ABSENT = {("bob", 1), ("ann", 2), ("cem", 2), ("dua", 2), ("eva", 2)}
 """Clients that miss a round: in the third one only `bob` is there."""
-SENDING = ("all_reduce", "all_to_all_single", "all_gather", "all_gather_into_tensor", "broadcast", "send", "isend")
+SENDING = {"all_reduce": 0, "all_to_all_single": 1, "all_gather": 1, "all_gather_into_tensor": 1, "send": 0, "isend": 0}
+"""Which argument of a collective is sent; a broadcast sends on the first rank only, and nothing here broadcasts."""
 
 
 class Rows(TensorDataset):
@@ -161,30 +162,30 @@ def exported(job: Job) -> dict[str, Any]:
 
 
 class spied:
-    """Adds the content of every tensor that a collective of `torch.distributed` gets within to a hash."""
+    """Adds the content of every tensor that a collective of `torch.distributed` sends within to a hash."""
 
     def __init__(self, payload: Any) -> None:
         self.payload, self.before = payload, {name: getattr(dist, name) for name in SENDING}
 
     def __enter__(self) -> None:
         for name, function in self.before.items():
-            setattr(dist, name, self.watching(function))
+            setattr(dist, name, self.watching(function, SENDING[name]))
 
     def __exit__(self, *_: object) -> None:
         for name, function in self.before.items():
             setattr(dist, name, function)
 
-    def watching(self, function: Any) -> Any:
+    def watching(self, function: Any, place: int) -> Any:
         def watched(*arguments: Any, **named: Any) -> Any:
-            for value in (*arguments, *named.values()):
-                if isinstance(value, Tensor):
-                    self.payload.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            self.payload.update(
+                arguments[place].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
             return function(*arguments, **named)
 
         return watched
 
 
-# -- the same by hand ---------------------------------------------------------------------------------------------------
+# -- the same by hand --------------------------------------------------------------------------------------------------
 
 
 def by_hand(rounds: int, every: int, weigh: bool, proximal: float, private: bool) -> list[dict[str, Any]]:

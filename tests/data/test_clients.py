@@ -47,9 +47,7 @@ def test_every_present_client_has_one_turn_a_round_on_any_number_of_ranks(shape,
     sizes, ranks, steps, part = shape
     ranks = min(ranks, len(sizes))
     loaders = [
-        ClientLoader(
-            clients(sizes), steps=steps, batch=part * ranks, rank=rank, size=ranks, absent=absent, seed=seed
-        )
+        ClientLoader(clients(sizes), steps=steps, batch=part * ranks, rank=rank, size=ranks, absent=absent, seed=seed)
         for rank in range(ranks)
     ]
     logs = [taken(loader, 4 * steps * len(sizes)) for loader in loaders]

@@ -107,7 +107,9 @@ class Data:
             hint = "remove data.cache_memory and data.cache_disk"
             raise ConfigError("data.per_rank cannot be combined with a cache that the ranks of a host share", hint=hint)
         if self.clients and (self.per_rank or self.workers or self.cache_memory or self.cache_disk):
-            hint = "remove data.per_rank, data.workers and the caches: every client has a loader in the training process"
+            hint = (
+                "remove data.per_rank, data.workers and the caches: every client has a loader in the training process"
+            )
             raise ConfigError("data.clients cannot be combined with another way to load data", hint=hint)
         if not 0 <= self.absent < 1:
             raise ConfigError(f"data.absent is {self.absent}", hint="give a probability from 0 to below 1")

@@ -333,7 +333,9 @@ def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
             with_arguments = f" with {dict(run.data.arguments)}" if run.data.arguments else ""
             raise ConfigError(f"`{source}` cannot be called{with_arguments}: {error}") from error
     train, held_out = made if isinstance(made, tuple) else (made, None)
-    by_name = isinstance(train, Clients) or (isinstance(train, Mapping) and all(isinstance(name, str) for name in train))
+    by_name = isinstance(train, Clients) or (
+        isinstance(train, Mapping) and all(isinstance(name, str) for name in train)
+    )
     if by_name != run.data.clients:
         message = "a dict of clients, and data.clients is not set" if by_name else "no dict of clients"
         hint = "set data.clients = true" if by_name else "return {name: data set}, or remove data.clients"

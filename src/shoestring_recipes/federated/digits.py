@@ -22,11 +22,11 @@ DARK = 0.25
 SCANS = Path("/usr/share/doc/opencv-doc/examples/data/digits.png")
 """5,000 handwritten digits of MNIST, of Debian's package opencv-doc."""
 FONTS = (
-    "DejaVuSans DejaVuSans-Bold DejaVuSans-Oblique DejaVuSans-BoldOblique DejaVuSansMono DejaVuSansMono-Bold "
-    "DejaVuSansMono-Oblique DejaVuSansMono-BoldOblique DejaVuSerif DejaVuSerif-Bold DejaVuSerif-Italic "
-    "DejaVuSerif-BoldItalic STIXGeneral STIXGeneralBol STIXGeneralItalic STIXGeneralBolIta cmr10 cmb10 cmss10 cmtt10 "
-    "cmti10"
-).split()
+    "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique", "DejaVuSansMono",
+    "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique", "DejaVuSerif", "DejaVuSerif-
+    Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic", "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic",
+    "STIXGeneralBolIta", "cmr10", "cmb10", "cmss10", "cmtt10", "cmti10",
+)  # fmt: skip
 """Fonts that come with matplotlib, all under free licences."""
 RENDERED = 3000
 """Number of rendered digits."""
@@ -97,13 +97,13 @@ def fonts(count: int = RENDERED) -> Domain:
         raise ConfigError(f"the font `{lacking[0]}` is not in `{folder}`", hint=MISSING)
     loaded = [ImageFont.truetype(folder / f"{name}.ttf", 40) for name in FONTS]
     rng = np.random.default_rng(0)
-    draws = list(zip(rng.integers(len(FONTS), size=count), rng.integers(10, size=count), rng.uniform(-15, 15, count)))
+    chosen, labels = rng.integers(len(FONTS), size=count), rng.integers(10, size=count)
     pictures = []
-    for font, digit, angle in draws:
+    for font, digit, angle in zip(chosen, labels, rng.uniform(-15, 15, count), strict=True):
         picture = Image.new("L", (64, 64))
         ImageDraw.Draw(picture).text((32, 32), str(digit), font=loaded[font], fill=255, anchor="mm")
         pictures.append(np.asarray(picture.rotate(angle, Image.Resampling.BILINEAR)))
-    return _domain(pictures, np.array([digit for _, digit, _ in draws]), np.array([font for font, _, _ in draws]))
+    return _domain(pictures, labels, chosen)
 
 
 def _domain(pictures: list[np.ndarray], labels: np.ndarray, groups: np.ndarray) -> Domain:

@@ -206,6 +206,7 @@ class ClientTurns(ClientStates):
         """The merged weights, flat, and the merged buffers, with which turns of the round begin."""
         return [*(fragment.anchor for fragment in self.outer.fragments), *self.before]
 
+    @torch.no_grad()
     def _now(self) -> list[Tensor]:
         """The same tensors of the model, copied."""
         return [*(fragment.flat() for fragment in self.outer.fragments), *(b.clone() for b in self.outer.buffers)]

@@ -109,7 +109,7 @@ class ReplicaChannel:
             rows = rows.cpu()
             if not any_failed(rows):  # non-finite entries must not reach a residual
                 if (share := rows[:, WEIGHT] / rows[:, WEIGHT].mean()).isfinite().all():
-                    for _, grads in loads:
+                    for grads in filter(None, (grads for _, grads in loads)):  # there may be no buffers
                         foreach_mul_(list(grads.values()), float(share[self.status_wire.rank]))
                 for codec, grads in loads:
                     nonempty = {name: grad for name, grad in grads.items() if grad.numel()}
