@@ -28,7 +28,7 @@ def test_the_report_has_accuracies_probes_and_swapped_styles(trained):
     assert len(rows) >= 2
     for name in ("accuracy_scans", "accuracy_uci", "accuracy_fonts", "domain_from_features", "domain_from_style"):
         assert 0 <= rows[-1][name] <= 1
-    pictures = sorted(path.name.partition("-")[2] for path in (trained / "pictures").iterdir())
+    pictures = sorted({path.name.partition("-")[2] for path in (trained / "pictures").iterdir()})
     assert pictures == ["fonts-1.png", "fonts-2.png", "scans-1.png", "scans-2.png"]
     assert read_picture(next((trained / "pictures").glob("*-scans-1.png")), 1).shape == (1, 3 * 54, 10 * 54)
     page = (trained / "report.html").read_text()

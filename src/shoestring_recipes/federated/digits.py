@@ -24,8 +24,8 @@ SCANS = Path("/usr/share/doc/opencv-doc/examples/data/digits.png")
 FONTS = (
     "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique", "DejaVuSansMono",
     "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique", "DejaVuSerif",
-    "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic", "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic",
-    "STIXGeneralBolIta", "cmr10", "cmb10", "cmss10", "cmtt10", "cmti10",
+    "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic", "STIXGeneral", "STIXGeneralBol",
+    "STIXGeneralItalic", "STIXGeneralBolIta", "cmr10", "cmb10", "cmss10", "cmtt10", "cmti10",
 )  # fmt: skip
 """Fonts that come with matplotlib, all under free licences."""
 RENDERED = 3000
