@@ -101,7 +101,7 @@ class Separated(nn.Module):
 
     def __init__(
         self,
-        width: int = 24,
+        width: int = 16,
         features: int = 64,
         styles: int = 16,
         disentangle: bool = True,
