@@ -18,8 +18,8 @@ def probe(codes: Tensor, targets: Tensor) -> float:
     from sklearn.metrics import balanced_accuracy_score
 
     values, answers = codes.float().cpu().numpy(), targets.cpu().numpy()
-    halves = [np.unique(answers[start::2]) for start in (0, 1)]
-    if len(halves[0]) < 2 or not np.array_equal(*halves):
+    first, second = (np.unique(answers[start::2]) for start in (0, 1))
+    if len(first) < 2 or not np.array_equal(first, second):
         return math.nan
     values = (values - values[::2].mean(0)) / (values[::2].std(0) + 1e-6)
     regression = LogisticRegression(class_weight="balanced", max_iter=500).fit(values[::2], answers[::2])

@@ -179,10 +179,12 @@ def evaluate(model: Separated, held_out: HeldOut) -> dict[str, Any]:
     numbers["domain_from_features"] = probe(features, domains)
     rows = [("domain from features", numbers["domain_from_features"], 1 / len(names))]
     pictures: dict[str, ss.Picture] = {}
-    for client in held_out.clients if model.style is not None else ():
+    for client in held_out.clients:
+        if (style := model.style) is None:
+            break
         own = chosen[client.rpartition("-")[0]]
         with held_out.acting(client):
-            codes = model.style(images.to(model.classify.weight.dtype) / 255)
+            codes = style(images.to(model.classify.weight.dtype) / 255)
         rows.append((f"class from style, {client}", probe(codes[own], labels[own]), 0.1))
         rows.append((f"domain from style, {client}", probe(codes, domains), 1 / len(names)))
         if shown := min(SHOWN, int(own.sum()), int((~own).sum())):
