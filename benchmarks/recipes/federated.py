@@ -259,18 +259,22 @@ def bytes_of_round(runs: Path, deadline: Deadline) -> Measured | NotRun:
     """What a rank sends in a round, over what averaging all gradients in each of its steps would send."""
     if reason := netlab_available():
         return NotRun(reason)
-    found = sent(runs, deadline)
-    averaged = 4e-6 * found["steps"] * sum(parameter.numel() for parameter in Separated().parameters())  # two in a ring
-    return Measured(found["mb"] / averaged, f"{found['mb']:.3f} MB a rank and round of {found['steps']} steps")
+    a_round = sent(runs, deadline)
+    averaged = (
+        4e-6 * a_round["steps"] * sum(parameter.numel() for parameter in Separated().parameters())
+    )  # two in a ring
+    return Measured(a_round["mb"] / averaged, f"{a_round['mb']:.3f} MB a rank and round of {a_round['steps']} steps")
 
 
 def seconds_of_round(runs: Path, deadline: Deadline) -> Measured | NotRun:
     """Seconds of a round's merge at 10 Mbit/s, over those that its bytes take at least."""
     if reason := netlab_available():
         return NotRun(reason)
-    found = sent(runs, deadline)
-    least = 8e6 * found["mb"] / NETLAB_BITS
-    return Measured(found["seconds"] / least, f"{found['seconds']:.2f} s a round, {found['mb']:.3f} MB, two hosts")
+    a_round = sent(runs, deadline)
+    least = 8e6 * a_round["mb"] / NETLAB_BITS
+    return Measured(
+        a_round["seconds"] / least, f"{a_round['seconds']:.2f} s a round, {a_round['mb']:.3f} MB, two hosts"
+    )
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------
@@ -345,7 +349,10 @@ def table(runs: Path) -> str:
     lines.append("|---|---|" + "---|" * (len(DOMAINS) + 1))
     for method in METHODS:
         paths = {name: runs.glob(f"cell-{slug(method)}-{name}-*.json") for name in DOMAINS}
-        cells = [[json.loads(path.read_text())[f"accuracy_{name}"] for path in found] for name, found in paths.items()]
+        cells = [
+            [json.loads(path.read_text())[f"accuracy_{name}"] for path in stored_in]
+            for name, stored_in in paths.items()
+        ]
         if all(cells):
             means = [float(np.mean(values)) for values in cells]
             row = " | ".join(f"{value:.3f}" for value in (*means, float(np.mean(means))))

@@ -118,36 +118,36 @@ def run(
     """
     world = World() if alone else here()
     job, loader = build(feature, world, 0 if rounds else steps, scale, folder)
-    payload, found = hashlib.sha256(), {"rounds": [], "turns": [], "numbers": [], "start": 0}
+    payload, results = hashlib.sha256(), {"rounds": [], "turns": [], "numbers": [], "start": 0}
     with job, spied(payload):
         if resume and job.restore is not None:
-            found["start"] = job.restore("auto") or 0
+            results["start"] = job.restore("auto") or 0
         for (batch,) in loader:
             job.step(batch)
             turn = loader.turn
-            found["turns"].append([turn.round, turn.client])
+            results["turns"].append([turn.round, turn.client])
             if turn.closes or job.done:
-                found["rounds"].append(state(job))
-                found["numbers"].append(job.numbers.get("round_clients", 0.0))
+                results["rounds"].append(state(job))
+                results["numbers"].append(job.numbers.get("round_clients", 0.0))
             if (rounds and turn.closes and turn.round + 1 == rounds) or job.done:
                 break
             if stop and job.progress.step == stop:
                 break
         states = job.kept["clients"].state
-        found["private"] = {
+        results["private"] = {
             client: {name: value.tolist() for name, value in values.items()}
             for client, values in states.state_dict()["private"].items()
         }
-        found["sent"] = payload.hexdigest()
-        found["exported"] = exported(job)
-        found["acting"] = {}
+        results["sent"] = payload.hexdigest()
+        results["exported"] = exported(job)
+        results["acting"] = {}
         for client in states.clients:
             with attachments_of(job).evaluating(), states.acting(client):
-                found["acting"][client] = state(job)
-        found["after"] = state(job)
+                results["acting"][client] = state(job)
+        results["after"] = state(job)
         reduction = attachments_of(job).features[0].reduction(job.trace)
-        found["cost"] = "" if reduction is None else reduction.cost
-    return found
+        results["cost"] = "" if reduction is None else reduction.cost
+    return results
 
 
 def state(job: Job) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def state(job: Job) -> dict[str, Any]:
 
 def exported(job: Job) -> dict[str, Any]:
     (feature, *_), weights = attachments_of(job).features, dict(attachments_of(job).weights())
-    states = {name: kept.state.state_dict() for name, kept in job.kept.items()}
+    states = {name: entry.state.state_dict() for name, entry in job.kept.items()}
     return {name: value.tolist() for name, value in feature.export(weights, states).items() if "num" not in name}
 
 

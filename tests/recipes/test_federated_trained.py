@@ -39,9 +39,9 @@ def test_the_report_has_accuracies_probes_and_swapped_styles(trained):
 def test_the_model_leaves_the_clients_styles_with_them(trained):
     (weights,) = map(load_file, (trained / "model").glob("*.safetensors"))
     states = next(path for path in sorted((trained / "checkpoints").rglob("*.safetensors")) if path.stat().st_size)
-    kept = {name: value for name, value in load_file(states).items() if "/style." in name and "private" in name}
-    assert len({name.partition("private/")[2].partition("/")[0] for name in kept}) == 4
-    own = [value for name, value in kept.items() if name.endswith("style.0.weight")]
+    saved = {name: value for name, value in load_file(states).items() if "/style." in name and "private" in name}
+    assert len({name.partition("private/")[2].partition("/")[0] for name in saved}) == 4
+    own = [value for name, value in saved.items() if name.endswith("style.0.weight")]
     assert len(own) == 4 and all((value != weights["style.0.weight"]).any() for value in own)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ from shoestring.comm.codecs.dense import split_like, unflatten
 from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.local.outer import OuterOptimizer
 from shoestring.comm.local.outer_state import keep_state, let_replicas_differ
-from shoestring.comm.settings.federated import FedAvg
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.data.clients import ClientLoader, ClientStates, Turn
 from shoestring.data.loader import Loader
+
+if TYPE_CHECKING:
+    from shoestring.comm.settings.federated import FedAvg
 
 
 def install(attachments: Attachments, settings: FedAvg) -> None:
