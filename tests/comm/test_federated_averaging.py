@@ -38,8 +38,8 @@ def both(pool, *features, **arguments):
 
 @pytest.mark.parametrize("feature", [
     STYLE,
-    FedAvg(every=EVERY, weights="equal", proximal=0.3, private=("style.*",)),
-    FedAvg(every=EVERY, proximal=0.1),
+    pytest.param(FedAvg(every=EVERY, weights="equal", proximal=0.3, private=("style.*",)), marks=pytest.mark.slow),
+    pytest.param(FedAvg(every=EVERY, proximal=0.1), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_clients_on_any_number_of_ranks_are_averaged_as_by_one_server(pool: Pool, feature: FedAvg) -> None:
     """Also where clients are absent: they are skipped, and return with their own position and parameters."""
@@ -105,6 +105,7 @@ def test_a_run_resumes_in_the_middle_of_a_turn(pool: Pool, tmp_path: Path) -> No
     assert (more[0]["private"] | more[1]["private"]).keys() == SIZES.keys()
 
 
+@pytest.mark.slow
 def test_a_run_may_be_prolonged_from_the_middle_of_a_round(tmp_path: Path) -> None:
     """Its last step merges an unfinished turn; the client then continues from the merged weights with its own ones."""
     steps = 5 * EVERY + EVERY + 1
