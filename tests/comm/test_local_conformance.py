@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from shoestring.comm import DiLoCo, LocalSGD, SparseLoCo
+from shoestring.comm import DiLoCo, FedAvg, LocalSGD, SparseLoCo
 from shoestring.testing import Case, FeatureSuite
 
 REPLICAS = {"parallel.fsdp": "both keep the models of all ranks together"}
@@ -29,6 +29,16 @@ class TestDiLoCo(FeatureSuite):
     @pytest.mark.slow  # comm.PowerSGD meets the other areas in the quick tests
     def test_composes(self, case: Case) -> None:
         super().test_composes(case)
+
+
+@pytest.mark.slow
+class TestFedAvg(FeatureSuite):
+    """Each rank is a client. A turn begins without momentum, so it learns less in a step."""
+
+    feature = FedAvg(every=3, proximal=0.01, private=("blocks.1.norm.*",))
+    exact_across_ranks = False
+    tolerance = 0.5
+    clashes: ClassVar = REPLICAS
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ STEPS, BATCH, LONG = 6, 4, 40
 """Steps of a run, samples of a step, and steps of a run that is killed on its way."""
 TOY = {
     "faces": {"data": {"arguments": {"views": 2, "held_views": 8}}},
+    "federated": {"data": {"arguments": {"most": 8}}, "comm": {"fedavg": {"every": 3, "private": ["style.*"]}}},
     "generation": {"data": {"arguments": {"held_out": 16}}},
     "lanes": {"data": {"arguments": {"pictures": 8, "held_out": 8}}},
     "quality": {"data": {"arguments": {"crops_each": 1}}},
@@ -34,8 +35,10 @@ AREAS = {
 
 
 def written(name: str, folder: Path, **areas) -> Path:
-    """The run file of a recipe at toy size, in `folder`, with some areas' features in the place of its own."""
+    """The run file of a recipe at toy size, in `folder`, with some areas' features in the place of its own; an area on
+    which the recipe rests stays as it is."""
     document = tomllib.loads(recipes.find()[name].file.read_text())
+    areas = {area: features for area, features in areas.items() if area not in TOY[name]}
     small = {"steps": STEPS, "batch": BATCH, "evaluate_every": 0, "evaluate_samples": 8, "folder": str(folder / "run")}
     document["run"] |= small | {"deterministic": True}
     for table, values in {**TOY[name], **areas}.items():

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from shoestring.comm.settings.auto import Auto, Selective
 from shoestring.comm.settings.base import Transport
+from shoestring.comm.settings.federated import FedAvg
 from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, SparseLoCo
 from shoestring.comm.settings.per_step import (
     BF16,
@@ -26,6 +27,7 @@ __all__ = [
     "Auto",
     "Dense",
     "DiLoCo",
+    "FedAvg",
     "LocalSGD",
     "PowerSGD",
     "Quantize",

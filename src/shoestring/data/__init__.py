@@ -6,6 +6,6 @@ bits per byte of compressors and an n-gram model on the same held-out text. Impo
 nor numpy.
 """
 
-from shoestring.data.settings import BYTES, Data
+from shoestring.data.settings import BYTES, Data, ForClients
 
-__all__ = ["BYTES", "Data"]
+__all__ = ["BYTES", "Data", "ForClients"]

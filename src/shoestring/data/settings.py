@@ -14,6 +14,10 @@ BYTES = 256
 """Number of byte values: the smallest alphabet a byte-level tokenizer can have, before the end-of-text token."""
 
 
+class ForClients:
+    """Base class of features that train clients in turn; `data.clients` needs one of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """The corpus: how it is read, cut into tokens and split into training and held-out text."""
@@ -57,6 +61,14 @@ class Data:
     """Whether each rank trains on separate data, such as the data of one client. `run.data` then names a function that
     is called with (rank, number of ranks) and returns the rank's data, which has its own order, position and length. An
     epoch is one pass over the largest rank's data."""
+    clients: bool = False
+    """Whether the data belongs to clients that train in turn, several on each rank, as federated learning does.
+    `run.data` then names a function that returns a dict of clients' names and data sets, or a pair of such a dict and
+    the held-out samples. Each client has its own order, position and length, and trains on its rank's share of
+    `run.batch` samples a step."""
+    absent: float = 0.0
+    """Probability with which a client is absent from a round, drawn by `run.seed`. An absent client is skipped, and
+    continues at its own position in a later round. A larger value makes rounds shorter and less representative."""
     cache_memory: float = 0.0
     """GiB of memory for the samples of a data set of your own that is slow to read, shared by the ranks of a host."""
     cache_disk: float = 0.0
@@ -94,6 +106,15 @@ class Data:
         if self.per_rank and (self.cache_memory or self.cache_disk):
             hint = "remove data.cache_memory and data.cache_disk"
             raise ConfigError("data.per_rank cannot be combined with a cache that the ranks of a host share", hint=hint)
+        if self.clients and (self.per_rank or self.workers or self.cache_memory or self.cache_disk):
+            hint = (
+                "remove data.per_rank, data.workers and the caches: every client has a loader in the training process"
+            )
+            raise ConfigError("data.clients cannot be combined with another way to load data", hint=hint)
+        if not 0 <= self.absent < 1:
+            raise ConfigError(f"data.absent is {self.absent}", hint="give a probability from 0 to below 1")
+        if self.absent and not self.clients:
+            raise ConfigError("data.absent is for clients that train in turn", hint="set data.clients, or remove it")
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
 

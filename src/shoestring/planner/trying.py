@@ -30,7 +30,7 @@ def for_trial(run: Run, world: World) -> Run:
 def start(run: Run, code: UserCode, world: World, data: DataSets, stack: ExitStack) -> tuple[Job, list[float]]:
     """Build the job of a run and do `STEPS` steps; returns the job and the seconds of each step. A collective."""
     job = stack.enter_context(build_job(run, code, world, data, stack.enter_context(Trace(rank=world.rank))))
-    loader = build_loader(job, data, run.settings, run.data.workers)
+    loader = build_loader(job, data, run.settings, run.data.workers, run.data.absent)
     stack.callback(loader.close)
     batches, times = iter(loader), list[float]()
     job.model.train()

@@ -17,6 +17,7 @@ from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
+from shoestring.data.clients import ClientLoader, Clients, ClientStates
 from shoestring.data.loader import Loader, check_batch
 from shoestring.models.loading import build_model
 from shoestring.planning.system import free_memory
@@ -49,9 +50,11 @@ def _seed_of_rank(seed: int, rank: int) -> int:
     return (seed * 1_000_003 + rank) % 2**63
 
 
-def keep_loader(job: Job, loader: Loader, data: DataSets) -> None:
-    """Let checkpoints hold the loader's position, or each rank's position if each rank has a data set of its own."""
-    if data.of_ranks:
+def keep_loader(job: Job, loader: Loader | ClientLoader, data: DataSets) -> None:
+    """Let checkpoints hold the loader's position, or each rank's if ranks have data sets or clients of their own."""
+    if isinstance(loader, ClientLoader):
+        job.keep("loader", loader, across="own", merge=loader.merge)
+    elif data.of_ranks:
         job.keep("loader", loader, across="own", merge=_same_ranks)
     else:
         job.keep("loader", loader)
@@ -69,13 +72,16 @@ def progress_of(settings: Settings) -> Progress:
     return Progress(total=0 if settings.minutes else settings.steps)
 
 
-def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> Loader:
+def build_loader(
+    job: Job, data: DataSets, settings: Settings, workers: int, absent: float = 0.0
+) -> Loader | ClientLoader:
     """Build the loader of this rank's share of each batch. Ranks that share samples (a pipeline) get equal shares.
 
     A collective.
 
     Args:
         workers: number of processes that load samples.
+        absent: probability with which a client is absent from a round.
 
     Raises:
         ConfigError: a batch does not fit into free memory, or is not a multiple of ranks times micro-batches; or ranks
@@ -84,6 +90,18 @@ def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> 
     job.world.agree(lambda: check_loading(job, settings, sample_bytes(data.train[0])))
     rank, size = (of(attachments_of(job).data_axes) for of in (job.world.index_over, job.world.ranks_over))
     batch, seed = settings.batch, settings.seed
+    if isinstance(data.train, Clients):
+        return ClientLoader(
+            data.train,
+            steps=client_states(job).steps,
+            batch=batch,
+            rank=rank,
+            size=size,
+            accumulate=settings.accumulate,
+            seed=seed,
+            absent=absent,
+            collate=data.collate,
+        )
     if data.of_ranks:
         if size < job.world.size:
             raise ConfigError(
@@ -101,6 +119,18 @@ def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> 
         workers=workers,
         collate=data.collate,
     )
+
+
+def client_states(job: Job) -> ClientStates:
+    """The states of the clients that a feature of the job trains in turn.
+
+    Raises:
+        ConfigError: no feature does.
+    """
+    for entry in job.kept.values():
+        if isinstance(entry.state, ClientStates):
+            return entry.state
+    raise ConfigError("no feature of this job trains clients in turn", hint="add comm.FedAvg")
 
 
 def check_loading(job: Job, settings: Settings, sample: int) -> None:

@@ -19,9 +19,10 @@ from shoestring.core.job import Job, attachments_of
 from shoestring.core.leases import Priority
 from shoestring.core.task import Batch, Collate, Repeated
 from shoestring.core.world import World
-from shoestring.data import BYTES, Data
+from shoestring.data import BYTES, Data, ForClients
 from shoestring.data.built_in_templates import with_template
 from shoestring.data.cache import Cached
+from shoestring.data.clients import Clients
 from shoestring.data.corpus import Corpus
 from shoestring.data.images import mnist
 from shoestring.data.loader import stacked
@@ -153,6 +154,11 @@ def check_form(run: Run) -> None:
     if run.data.per_rank and (not own or is_mnist(run.sources[0])):
         hint = "let run.data name a function of (rank, number of ranks)"
         raise ConfigError("data.per_rank is only for data sets of your own", hint=hint)
+    if run.data.clients and (not own or is_mnist(run.sources[0])):
+        hint = "let run.data name a function that returns a dict of clients' names and data sets"
+        raise ConfigError("data.clients is only for data sets of your own", hint=hint)
+    if run.data.clients and not any(isinstance(feature, ForClients) for feature in run.features):
+        raise ConfigError("data.clients is set, and no feature trains clients in turn", hint="add [comm.fedavg]")
     if run.data.arguments and (not own or is_mnist(run.sources[0])):
         raise ConfigError("[data.arguments] is for a function of your own", hint="let run.data name a function")
     if not own and (run.data.cache_memory or run.data.cache_disk):
@@ -312,7 +318,7 @@ def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
     """Call the `package.module:callable` of `run.data`, which returns a data set or a pair (training, held-out).
 
     Data sets are map-style: they have a length and are indexed. If `data.per_rank` is set, the callable gets `rank` and
-    `ranks`.
+    `ranks`. If `data.clients` is set, it returns a dict of clients' data sets in place of the training data set.
 
     Raises:
         ConfigError, DataError: the callable does not exist, or it returns something else.
@@ -328,6 +334,15 @@ def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
             with_arguments = f" with {dict(run.data.arguments)}" if run.data.arguments else ""
             raise ConfigError(f"`{source}` cannot be called{with_arguments}: {error}") from error
     train, held_out = made if isinstance(made, tuple) else (made, None)
+    by_name = isinstance(train, Clients) or (
+        isinstance(train, Mapping) and all(isinstance(name, str) for name in train)
+    )
+    if by_name != run.data.clients:
+        message = "a dict of clients, and data.clients is not set" if by_name else "no dict of clients"
+        hint = "set data.clients = true" if by_name else "return {name: data set}, or remove data.clients"
+        raise DataError(f"`{run.settings.data}` returned {message}", hint=hint)
+    if isinstance(train, Mapping) and by_name:
+        train = Clients(train)
     for part in (train, held_out):
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__") and len(part)):
             message = f"`{run.settings.data}` returned no data set that has a length and items, and is not empty"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,9 @@ from shoestring.collectives import bytes_of
 from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Batch, Output, Repeated
+from shoestring.data.clients import Clients
 from shoestring.data.loader import shares, sweep
+from shoestring.training.build import client_states
 from shoestring.training.data_loading import DataSets, to_device
 
 
@@ -67,6 +70,18 @@ class HeldOut:
     def forward(self, model: nn.Module, batch: Batch) -> Output:
         """The model's output on a batch, computed as in training."""
         return attachments_of(self._job).forward(model, batch)
+
+    @property
+    def clients(self) -> Sequence[str]:
+        """Names of the clients that this rank trains; empty without a feature that trains clients in turn."""
+        return client_states(self._job).clients if isinstance(self._data.train, Clients) else ()
+
+    def acting(self, client: str) -> AbstractContextManager[None]:
+        """Context in which the model has the parameters that stay with a client, one of `clients`.
+
+        Outside of it, an evaluation sees the merged parameters, and those that stay with clients as they began.
+        """
+        return client_states(self._job).acting(client)
 
     def gather(self, rows: Any) -> Any:
         """Gather rows of all ranks in the order of the data set, with each sample once. A collective.

@@ -16,6 +16,7 @@ from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.trace import Trace, span
 from shoestring.core.world import World
+from shoestring.data.clients import ClientLoader
 from shoestring.data.loader import Loader
 from shoestring.models.saving import remember
 from shoestring.report.recorder import Recorder
@@ -78,7 +79,7 @@ def train(
         if record is not None:
             facts = {"name": run.name, "ranks": world.size, "parameters": job.trace.parameters}
             record.begin(path, world.rank, lambda: job.progress.step, **facts)
-        loader = build_loader(job, data, settings, run.data.workers)
+        loader = build_loader(job, data, settings, run.data.workers, run.data.absent)
         stack.callback(loader.close)
         keep_loader(job, loader, data)
         save = partial(finish.export, job, finish.describe_export(run, code.model, data, path))
@@ -127,7 +128,7 @@ def _resume(job: Job, settings: Settings) -> int | None:
 
 def _loop(
     job: Job,
-    loader: Loader,
+    loader: Loader | ClientLoader,
     meter: Meter,
     clock: TrainingClock,
     evaluations: Evaluations,

@@ -33,7 +33,7 @@ from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import Wire, all_finite, find_finite, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments
-from shoestring.comm.local.schedule import MergeSchedule
+from shoestring.comm.local.schedule import MergeSchedule, MergeTimes
 from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import NonFiniteError
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 LOWER = "the last checkpoint is usable; resume with a lower learning rate or with [optim.clip]"
 
 # Columns of the status row that every rank sends with each exchange: vote to stop; step of a non-finite loss, or 0;
-# whether the tensors sent have non-finite entries; target tokens since the previous row; target tokens of the step
-# whose gradients are sent.
+# whether the tensors sent have non-finite entries; target tokens since the previous row; weight of what is sent: target
+# tokens of the step whose gradients are sent, or what a merge weighs this rank by.
 ASKED, FAILED, BROKEN, TOKENS, WEIGHT = range(5)
 
 
@@ -109,7 +109,7 @@ class ReplicaChannel:
             rows = rows.cpu()
             if not any_failed(rows):  # non-finite entries must not reach a residual
                 if (share := rows[:, WEIGHT] / rows[:, WEIGHT].mean()).isfinite().all():
-                    for _, grads in loads:
+                    for grads in filter(None, (grads for _, grads in loads)):  # there may be no buffers
                         foreach_mul_(list(grads.values()), float(share[self.status_wire.rank]))
                 for codec, grads in loads:
                     nonempty = {name: grad for name, grad in grads.items() if grad.numel()}
@@ -127,17 +127,22 @@ class OuterOptimizer:
         self.channel = ReplicaChannel(attachments, self.sharded)
         self.codec, self.dense = settings.make_codec(), DenseCodec()
         self.gradient_codec = settings.make_gradient_codec()
-        self.schedule = MergeSchedule(settings.every, settings.final_every, settings.fragments)
+        self.schedule: MergeTimes = MergeSchedule(settings.every, settings.final_every, settings.fragments)
         self.equal = True  # whether weights and optimizer state are equal on all replicas, as they are when attached
         parameters = dict(attachments.module.named_parameters())
         groups = assign_fragments(attachments.module, settings.fragments, settings.layout)
         momentum = settings.outer[1] > 0
         with torch.no_grad():
-            self.fragments = [Fragment({name: parameters[name] for name in names}, momentum) for names in groups]
-        self.merged = {name for names in groups for name in names}
+            self.fragments = [
+                Fragment({name: parameters[name] for name in names if settings.merges(name)}, momentum)
+                for names in groups
+            ]
+        self.known = {name for names in groups for name in names}  # trained parameters, merged or not
+        self.weight = 0.0  # weight of this rank in the next merge, relative to the others; all zero: equal weights
         self.pool = FlatPool(self.fragments)
         persistent = attachments.module.state_dict(keep_vars=True)
-        buffers = [buffer for name, buffer in attachments.module.named_buffers() if name in persistent]
+        named = attachments.module.named_buffers()
+        buffers = [buffer for name, buffer in named if name in persistent and settings.merges(name)]
         floating = [b for b in buffers if b.is_floating_point() and b.itemsize > 1]  # torch cannot add 8-bit floats
         # A mask whose entries are infinite, or the lowest finite number, has no finite sum over ranks, so it is not
         # averaged. All ranks leave out the same buffers, because buffers are equal on all ranks when attached.
@@ -183,7 +188,7 @@ class OuterOptimizer:
         if self.moments is not None and self.estimate_moments not in waits:
             waits.append(self.estimate_moments)
         trained = [name for name, tensor in self.attachments.module.named_parameters() if tensor.requires_grad]
-        refuse_added(self.settings.name, [name for name in trained if name not in self.merged])
+        refuse_added(self.settings.name, [name for name in trained if name not in self.known])
         if self.equal:
             for fragment in self.fragments:
                 fragment.rebase()
@@ -282,7 +287,7 @@ class OuterOptimizer:
         """Build this rank's status row on the device, without reading it, so that the host does not wait for an
         accelerator."""
         tokens = self.attachments.progress.tokens
-        status = [self.asked, self.failed, 0, tokens - self.reported_tokens, 0]
+        status = [self.asked, self.failed, 0, tokens - self.reported_tokens, self.weight]
         row = torch.tensor(status, dtype=torch.float64, device=self.attachments.world.device)
         if sent:
             row[BROKEN] = (~find_finite(sent)).double()

@@ -11,6 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from typing import Protocol
+
+
+class MergeTimes(Protocol):
+    """Decides which fragments are sent after a step; see `MergeSchedule.due`."""
+
+    def due(self, before: float, after: float, total: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,10 @@ class LocalSteps(Feature):
         """Whether a single replica trains exactly as it would without the feature."""
         return False
 
+    def merges(self, name: str) -> bool:
+        """Whether the parameter or buffer with this name is merged; others stay as they are on each replica."""
+        return True
+
     def resolve(self, world: World) -> Self:
         if self.replica != "auto":
             return self

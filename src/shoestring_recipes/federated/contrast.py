@@ -1,0 +1,44 @@
+"""Losses that separate what a digit is from the style in which it is written; all are means per sample."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TEMPERATURE = 0.2
+"""Divisor of cosine similarities; smaller values weigh the nearest samples more."""
+
+
+def by_class(codes: Tensor, labels: Tensor) -> Tensor:
+    """Supervised contrastive loss (Khosla et al., 2020) of each code: codes of one class attract each other. 0 for a
+    code without another one of its class.
+
+    Args:
+        codes: (N, D). labels: (N,).
+    """
+    codes = F.normalize(codes.float(), dim=1)
+    itself = torch.eye(len(codes), dtype=torch.bool, device=codes.device)
+    logits = (codes @ codes.T / TEMPERATURE).masked_fill(itself, -1e9)
+    alike = (labels[:, None] == labels) & ~itself
+    likely = logits.log_softmax(1).masked_fill(~alike, 0.0).sum(1)
+    return -likely / alike.sum(1).clamp(min=1)
+
+
+def by_style(own: Tensor, other: Tensor) -> Tensor:
+    """Contrastive loss of each style code of a client's images: another image of the client is nearer than images with
+    changed strokes.
+
+    Args:
+        own, other: codes of the client's images, and of images with changed strokes, (N, D).
+    """
+    own, other = F.normalize(own.float(), dim=1), F.normalize(other.float(), dim=1)
+    nearest = (own * own.roll(1, 0)).sum(1, keepdim=True)
+    return -(torch.cat([nearest, own @ other.T], 1) / TEMPERATURE).log_softmax(1)[:, 0]
+
+
+def correlation(first: Tensor, second: Tensor) -> Tensor:
+    """Mean squared correlation of the columns of `first` (N, D) and `second` (N, E) over the samples, 0-d."""
+    columns = [one.float() - one.float().mean(0) for one in (first, second)]
+    first, second = (one / (one.norm(dim=0) + 1e-6) for one in columns)
+    return (first.T @ second).square().mean()

@@ -1,0 +1,96 @@
+"""The benchmark of the recipe `federated`: all methods at toy size, settings chosen without the left-out domain."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from benchmarks.harness import Deadline
+from benchmarks.recipes import federated
+from benchmarks.recipes.__main__ import command
+from shoestring_recipes.federated.digits import DOMAINS
+
+
+class Inline:
+    """An executor that calls at once, in this process."""
+
+    made: ClassVar = []
+
+    def __init__(self, *arguments):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+    def submit(self, function, *arguments):
+        self.made.append((function.__name__, *arguments))
+        future = federated.Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Made-up accuracies: the recipe is ahead of the baseline by .02, and on fonts by .05."""
+
+    def tuning(method, number, left_out, judged):
+        return {"accuracy": 0.5 + 0.1 * (number == (1 if left_out == "uci" else 2))}
+
+    def cell(method, number, left_out, seed):
+        ahead = {"separated": 0.05 if left_out == "fonts" else 0.02}.get(method, 0.0)
+        probes = {"domain_from_features": 0.4, "class_from_style": 0.15}
+        return {f"accuracy_{left_out}": 0.7 + ahead + seed % 7 / 1000, "number": number} | probes
+
+    monkeypatch.setattr(federated, "tuning", tuning)
+    monkeypatch.setattr(federated, "cell", cell)
+    monkeypatch.setattr(federated, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(Inline, "made", [])
+
+
+def test_a_part_can_be_named_alone(capsys):
+    assert command(["--only", "federated", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "recipes.federated-works  >= -0.01" in printed and "recipes.federated-better  >= 0.03" in printed
+
+
+def test_cells_are_stored_and_settings_never_see_the_domain_left_out(tmp_path, toy):
+    contest = federated.Contest(tmp_path, Deadline())
+    above = contest.above(federated.BASELINE, lambda differences: differences.mean(0))
+    assert above.value == pytest.approx(0.03) and above.interval == pytest.approx((0.03, 0.03))
+    assert contest.lowest().value == pytest.approx(0.02) and "separated: scans 0.7" in above.note
+    assert contest.read("domain_from_features", 1 / 3).value == pytest.approx(0.4 - 1 / 3)
+    trials = [made for made in Inline.made if made[0] == "tuning"]
+    assert len(trials) == 5 * 3 * 6 and all(made[3] != made[4] for made in trials)
+    cells = [made for made in Inline.made if made[0] == "cell"]
+    assert len(cells) == 5 * 3 * federated.SEEDS
+    assert all(number == (1 if left_out == "uci" else 2) for _, _, number, left_out, _ in cells)
+    again = federated.Contest(tmp_path, Deadline())
+    assert np.array_equal(again.accuracy("pooled"), contest.accuracy("pooled")) and len(Inline.made) == 90 + 150
+    assert "| separated | 10 |" in federated.table(tmp_path)
+
+
+def test_who_chooses_settings_learns_from_one_domain_only():
+    for left_out in DOMAINS:
+        for judged in set(DOMAINS) - {left_out}:
+            clients, held = federated.tuning_data(left_out, judged, pooled=False)
+            (third,) = set(DOMAINS) - {left_out, judged}
+            assert {name.rpartition("-")[0] for name in clients} == {third}
+            assert (held.domains == list(DOMAINS).index(judged)).all()
+            together, _ = federated.tuning_data(left_out, judged, pooled=True)
+            assert len(together) == sum(map(len, clients.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", federated.METHODS)
+def test_each_method_trains(method, monkeypatch):
+    document = federated.settings()
+    document["run"] |= {"steps": 4, "batch": 8}
+    document["comm"]["fedavg"]["every"] = 1
+    document["model"] = {"width": 8}
+    monkeypatch.setattr(federated, "settings", lambda: federated.tomllib.loads(federated.tomli_w.dumps(document)))
+    result = federated.cell(method, 1, "uci", 3)
+    assert 0 <= result["accuracy_uci"] <= 1 and ("class_from_style" in result) == (method == federated.OURS)
+    assert 0 <= federated.tuning(method, 0, "uci", "fonts")["accuracy"] <= 1
