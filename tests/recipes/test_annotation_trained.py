@@ -51,8 +51,10 @@ def test_planted_raters_confuse_what_looks_alike():
 
 
 def test_targets_are_probabilities_and_the_loss_their_cross_entropy():
+    prints = set()
     for kind in KINDS:
         samples, held_out = data(labels=kind, images=200, held_out=20)
+        prints.add(samples.fingerprint)
         assert torch.allclose(samples.soft.sum(1), torch.ones(200), atol=1e-5)
         assert (samples.soft.max(1).values == 1).all() == (kind == "majority")
         assert (held_out.reviewed is not None) == (kind == "soft")
@@ -61,8 +63,7 @@ def test_targets_are_probabilities_and_the_loss_their_cross_entropy():
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
     total, count = loss(logits, batch)
     assert count == 4 and total == pytest.approx(float(-(logits.log_softmax(1) * batch["targets"]).sum()))
-    same, other = data(images=200, held_out=20), data(images=200, held_out=20, seed=1)
-    assert same[0].fingerprint != other[0].fingerprint == data(images=200, held_out=20, seed=1)[0].fingerprint
+    assert len(prints) == 3
     with pytest.raises(ConfigError, match="did you mean `soft`"):
         data(labels="sof", images=20)
     with pytest.raises(ConfigError, match="from 1 to the number of raters, 2"):

@@ -12,6 +12,8 @@ from tests.rigs.site import LoopbackSite
 from tests.waiting import until
 
 QUICK = ("--delay", "0", "--parallel", "8")
+UNDER_WAY = 16
+"""Number of requests that may be made again after a kill: those under way, and answers that are not stored yet."""
 
 
 def start_action(path: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -43,6 +43,9 @@ class LoopbackSite(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return self
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Be silent about clients that were killed."""
+
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()

@@ -153,5 +153,5 @@ def described(value: float, interval: tuple[float, float] | None = None) -> str:
     if math.isnan(value):
         return "undefined"
     if interval is None or math.isnan(interval[0]):
-        return f"{value:.3f}"
-    return f"{value:.3f} (95% interval {interval[0]:.3f} to {interval[1]:.3f})"
+        return f"{value:z.3f}"
+    return f"{value:z.3f} (95% interval {interval[0]:z.3f} to {interval[1]:z.3f})"

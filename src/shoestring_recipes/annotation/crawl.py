@@ -34,8 +34,8 @@ except ImportError as error:
     raise ConfigError("crawling needs Scrapy", hint='pip install "shoestring[annotation]"') from error
 
 AGENT = "shoestring-annotation"
-WINDOW = 64
-"""Number of addresses that are handed to Scrapy at a time."""
+WINDOW = 2
+"""Number of addresses that are handed to Scrapy at a time, for each request that may be under way."""
 LONGEST = 2000
 """Maximum length of an address; longer ones are nearly always made by loops of a site."""
 LARGEST = 8 << 20
@@ -129,7 +129,7 @@ class SitePages(scrapy.Spider):
 
     def more(self) -> Iterator[scrapy.Request]:
         """Yield requests until as many are under way as `WINDOW` allows."""
-        room = min(WINDOW, self.limits.pages - self.stored) - len(self.under_way)
+        room = min(WINDOW * self.limits.parallel, self.limits.pages - self.stored) - len(self.under_way)
         for number, url, depth in self.store.waiting(self.site, self.last, room) if room > 0 else ():
             self.last = number
             self.under_way.add(url)
@@ -152,11 +152,10 @@ class SitePages(scrapy.Spider):
     async def settle(self, url: str, depth: int, response: Any) -> None:
         """Store a page, or note why there is none."""
         if 300 <= response.status < 400 and "Location" in response.headers:
-            target = response.headers["Location"].decode("latin-1")
-            links = self.links([urljoin(url, target)], depth)
-            if links:
-                self.store.add_addresses(self.site, links, depth + 1)
-            self.store.settle(url, SKIPPED if links else REFUSED, "redirect" if links else "redirect to another host")
+            target = urljoin(url, response.headers["Location"].decode("latin-1"))
+            self.store.add_addresses(self.site, self.links([target], depth), depth + 1)
+            inside = self.belongs(target)
+            self.store.settle(url, SKIPPED if inside else REFUSED, "redirect" if inside else "redirect to another host")
         elif response.status != 200:
             self.store.settle(url, FAILED, f"status {response.status}")
         elif not isinstance(response, HtmlResponse):
@@ -179,9 +178,16 @@ class SitePages(scrapy.Spider):
         place, content = await asyncio.to_thread(self.render, url)
         if not content:
             return None, place
-        if site_of(place) != self.site:
+        if not self.belongs(place):
             return None, "redirect to another host"
         return HtmlResponse(place, body=content.encode("utf-8", "replace"), encoding="utf-8"), ""
+
+    def belongs(self, url: str) -> bool:
+        """Whether an address is one of this site."""
+        try:
+            return site_of(url) == self.site
+        except ConfigError:
+            return False
 
     def links(self, urls: list[str], depth: int) -> list[str]:
         """Return the addresses that are to be crawled, each once, in canonical form."""

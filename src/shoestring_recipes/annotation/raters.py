@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from statistics import NormalDist
 
 import numpy as np
@@ -19,6 +20,10 @@ LOW_KAPPA = 0.2
 """Chance-corrected agreement with the consensus of the others below which a rater is said to disagree with them."""
 COPIED = 0.7
 """Share of a rater's answers, beyond what the other raters' labels explain, from which the answers count as copied."""
+AGREEING = 0.3
+"""Chance-corrected agreement of two raters from which a consensus can be built on them."""
+SURE = 0.8
+"""Probability of a class from which a consensus counts as sure."""
 ERROR = 0.01
 """Probability that two raters of a set who rate independently are taken for copies."""
 FEWEST = 10
@@ -214,26 +219,28 @@ class Likeness:
     deviations: float
 
 
-def likeness(labels: Labels, first: int, second: int) -> Likeness:
+def likeness(labels: Labels, first: int, second: int, *, by_others: bool = True) -> Likeness:
     """Measure how much more two raters agree than the labels of the others explain.
 
-    The items are sorted by the consensus of the others: the two most probable classes, and how sure the first one is.
-    Among the items of one such cell independent raters agree as if one's labels were shuffled. The consensus is only
-    estimated for raters who agree often enough by chance alone, since it can but explain more.
+    The items on which the others are sure are sorted by their consensus: the two most probable classes, and how sure
+    the first one is. Among the items of one such cell independent raters agree as if one's labels were shuffled. Where
+    the others are not sure, two raters who know the truth agree as well.
+
+    Args:
+        by_others: whether what the others explain is left out; otherwise only chance is.
     """
     (items, labels_first), (others, labels_second) = labels.of_rater[first], labels.of_rater[second]
     both, at, place = np.intersect1d(items, others, assume_unique=True, return_indices=True)
     answers = np.stack([labels_first[at], labels_second[place]])
-    rest = labels.without([first, second])
-    known = rest.counts[both].sum(1) > 0
-    both, answers = both[known], answers[:, known]
-    copied, deviations = _excess(np.zeros(len(both), np.int64), answers, labels.classes)
-    if copied >= COPIED:
-        soft = dawid_skene(rest, rounds=20).soft[both]
+    cell = np.zeros(len(both), np.int64)
+    if by_others:
+        soft = dawid_skene(labels.without([first, second]), rounds=20).soft[both]
+        sure = soft.max(1) >= SURE
+        soft, answers = soft[sure], answers[:, sure]
         order = np.argsort(-soft, 1, kind="stable")[:, :2]
-        sure = np.digitize(soft.max(1), (0.5, 0.7, 0.85, 0.95, 0.99))
-        cell = np.unique((order[:, 0] * labels.classes + order[:, -1]) * 6 + sure, return_inverse=True)[1]
-        copied, deviations = _excess(cell, answers, labels.classes)
+        columns = np.column_stack([order, np.digitize(soft.max(1), (0.9, 0.99))])
+        cell = np.unique(columns, axis=0, return_inverse=True)[1].ravel()
+    copied, deviations = _excess(cell, answers, labels.classes) if len(cell) >= FEWEST else (0.0, 0.0)
     return Likeness(first, second, copied, deviations)
 
 
@@ -264,22 +271,29 @@ def copies(labels: Labels) -> list[list[int]]:
     """Find groups of raters who copy each other.
 
     The pair that copies most is merged into one rater, and what the others explain is computed anew, until no pair is
-    above `COPIED` and significant. Two raters alone are not judged.
+    above `COPIED` and significant. A pair is only judged if two others agree with each other.
     """
     groups = {rater: [rater] for rater, (items, _) in enumerate(labels.of_rater) if len(items) >= FEWEST}
-    tests = max(len(groups) * (len(groups) - 1) // 2, 1)
-    least = NormalDist().inv_cdf(1 - ERROR / tests)
-    while len(groups) > 2:
-        present = sorted(groups)
-        pairs = [likeness(labels, first, second) for number, first in enumerate(present) for second in present[:number]]
-        alike = [pair for pair in pairs if pair.copied >= COPIED and pair.deviations >= least]
-        if not alike:
-            break
+    least = NormalDist().inv_cdf(1 - ERROR / max(len(groups) * (len(groups) - 1) // 2, 1))
+    while alike := _alike(labels, sorted(groups), least):
         most = max(alike, key=lambda pair: (pair.copied, pair.deviations))
         former, latter = sorted((most.first, most.second))
         groups[former] = sorted(groups[former] + groups.pop(latter))
         labels = labels.without([latter])
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _alike(labels: Labels, raters: Sequence[int], least: float) -> list[Likeness]:
+    """Return the pairs of raters who agree too often, with at least `least` deviations."""
+    pairs = [likeness(labels, *pair, by_others=False) for pair in combinations(raters, 2)]
+    agreeing = [{pair.first, pair.second} for pair in pairs if pair.copied >= AGREEING]
+    often = [pair for pair in pairs if pair.copied >= COPIED]  # what the others explain can only lower it
+    judged = [
+        likeness(labels, pair.first, pair.second)
+        for pair in often
+        if any(others.isdisjoint((pair.first, pair.second)) for others in agreeing)
+    ]
+    return [pair for pair in judged if pair.copied >= COPIED and pair.deviations >= least]
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,8 @@ except ImportError as error:
 from shoestring.tune.database import engine_options, masked, usable, write_ahead
 
 MIGRATIONS = Path(__file__).with_name("migrations")
+ROWCOUNT = {"preserve_rowcount": True}
+"""Execution option without which SQLAlchemy does not count inserted rows in PostgreSQL."""
 FORMS = "sqlite:///PATH, or postgresql+psycopg://USER@HOST/NAME"
 
 # -- named queries -----------------------------------------------------------------------------------------------------
@@ -115,6 +117,8 @@ def open_store(url: str) -> AnnotationStore:
         writes = lambda connection: connection.get_execution_options().get("writes")  # noqa: E731
         listen(engine, "begin", lambda one: one.exec_driver_sql("BEGIN IMMEDIATE" if writes(one) else "BEGIN"))
     with usable(engine):
+        with engine.connect():  # a file that is no database is found here
+            pass
         write_ahead(engine)
         with engine.connect().execution_options(writes=True) as connection, connection.begin():
             config = Config()
@@ -170,7 +174,7 @@ class AnnotationStore:
     def _insert_new(self, connection: Connection, table: Any, rows: Sequence[Mapping[str, Any]]) -> int:
         """Insert rows, leaving out those that the table already has, and return the number of new rows."""
         statement = self._insert(table).on_conflict_do_nothing()
-        return sum(max(connection.execute(statement, row).rowcount, 0) for row in rows)
+        return sum(connection.execute(statement, row, execution_options=ROWCOUNT).rowcount for row in rows)
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
@@ -316,7 +320,7 @@ class AnnotationStore:
             ["project_id", "item_id", "labelled"], chosen.order_by(Item.id).limit(limit)
         )
         with self.writing() as connection:
-            return connection.execute(insert.on_conflict_do_nothing()).rowcount
+            return connection.execute(insert.on_conflict_do_nothing(), execution_options=ROWCOUNT).rowcount
 
     # -- raters and labels ---------------------------------------------------------------------------------------------
 

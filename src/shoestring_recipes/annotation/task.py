@@ -58,9 +58,7 @@ def targets(labels: Labels, kind: str, seed: int = 0) -> tuple[np.ndarray, Revie
         return reviewed.consensus.soft, reviewed
     if kind == "votes":
         return votes(labels), None
-    if kind == "majority":
-        return np.eye(labels.classes)[majority(labels, seed)], None
-    raise ConfigError(f"data.arguments.labels is `{kind}`", hint=nearest(kind, KINDS))
+    return np.eye(labels.classes)[majority(labels, seed)], None
 
 
 def data(
@@ -81,12 +79,14 @@ def data(
         images: number of training images. held_out: number of test images.
         table: CSV file with the columns url, rater and label, in the place of planted raters.
     """
+    if labels not in KINDS:
+        raise ConfigError(f"data.arguments.labels is `{labels}`", hint=nearest(labels, KINDS))
+    if not 0 < each <= raters:
+        raise ConfigError(f"data.arguments.each is {each}", hint=f"from 1 to the number of raters, {raters}")
     train, test = fashion_mnist()
     if table:
         rated, numbers, names = read_table(Path(table), len(train))
     else:
-        if not 0 < each <= raters:
-            raise ConfigError(f"data.arguments.each is {each}", hint=f"from 1 to the number of raters, {raters}")
         rated = planted(train.labels[:images].numpy(), raters, each, noise, seed)
         numbers, names = list(range(rated.items)), [f"rater {number}" for number in range(raters)]
     soft, reviewed = targets(rated, labels, seed)
