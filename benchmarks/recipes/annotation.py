@@ -55,7 +55,7 @@ def against_the_oracle(deadline: Deadline) -> Measured | NotRun:
     """The largest difference of alpha from the package `krippendorff`, where both are defined."""
     if find_spec("krippendorff") is None:
         return NotRun("krippendorff is not installed: pip install --no-deps krippendorff (GPL, for this row only)")
-    from krippendorff import alpha as oracle  # pyrefly: ignore[missing-import]
+    from krippendorff import alpha as oracle
 
     rng, worst, undefined = np.random.default_rng(0), 0.0, 0
     for number in range(TABLES // len(LEVELS)):

@@ -67,7 +67,7 @@ def test_targets_are_probabilities_and_the_loss_their_cross_entropy():
     with pytest.raises(ConfigError, match="did you mean `soft`"):
         data(labels="sof", images=20)
     with pytest.raises(ConfigError, match="from 1 to the number of raters, 2"):
-        data(raters=2, each=3, images=20)
+        data(raters=2, per_image=3, images=20)
 
 
 def test_labels_of_ones_own_are_read_from_a_table(tmp_path, capsys):

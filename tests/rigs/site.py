@@ -46,13 +46,13 @@ class LoopbackSite(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Be silent about clients that were killed."""
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *args: Any) -> None:
         self.shutdown()
         self.server_close()
 
 
 class _Requests(BaseHTTPRequestHandler):
-    server: LoopbackSite
+    server: Any  # a LoopbackSite
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:

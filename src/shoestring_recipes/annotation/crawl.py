@@ -134,9 +134,9 @@ class SitePages(scrapy.Spider):
             self.last = number
             self.under_way.add(url)
             meta = {"address": url, "depth_of_page": depth, "dont_redirect": True}
-            yield scrapy.Request(url, self.parse, errback=self.failed, meta=meta, dont_filter=True)
+            yield scrapy.Request(url, self.read, errback=self.failed, meta=meta, dont_filter=True)
 
-    async def parse(self, response: Any) -> AsyncIterator[Any]:
+    async def read(self, response: Any) -> AsyncIterator[Any]:
         """Store a page and request others."""
         url, depth = response.meta["address"], response.meta["depth_of_page"]
         try:
@@ -196,7 +196,7 @@ class SitePages(scrapy.Spider):
             try:
                 same = site_of(url) == self.site
                 canonical = canonicalize_url(url)
-            except (ConfigError, ValueError, UnicodeError):
+            except (ConfigError, ValueError):
                 self.left_out["no address of a page"] += 1
                 continue
             if not same:

@@ -270,5 +270,6 @@ def labels_of(rows: Iterable[tuple[str, str, str]], choices: Sequence[str]) -> t
         (items.setdefault(url, len(items)), people.setdefault(rater, len(people)), numbers[choice])
         for url, rater, choice in rows
     ]
-    columns = np.array(cells, dtype=np.int64).reshape(-1, 3).T
-    return Labels(*columns, len(items), len(people), len(choices)), list(items), list(people)
+    item, rater, label = np.array(cells, dtype=np.int64).reshape(-1, 3).T
+    labels = Labels(item, rater, label, len(items), len(people), len(choices))
+    return labels, list(items), list(people)

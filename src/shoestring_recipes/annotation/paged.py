@@ -56,7 +56,7 @@ class PagedInterface:
 class _Stay(HTTPRedirectHandler):
     """Follows no redirects, because the token would travel along."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
 
 

@@ -23,18 +23,18 @@ def confusions(raters: int, noise: float, rng: np.random.Generator) -> np.ndarra
     return table
 
 
-def planted(truth: np.ndarray, raters: int, each: int, noise: float, seed: int) -> Labels:
+def planted(truth: np.ndarray, raters: int, per_item: int, noise: float, seed: int) -> Labels:
     """Draw labels of items with known kinds.
 
     Args:
         truth: kind of each item.
         raters: number of raters.
-        each: number of raters who label an item.
+        per_item: number of raters who label an item.
         noise: mean share of wrong labels.
     """
     rng = np.random.default_rng(seed)
     table = confusions(raters, noise, rng)
-    people = np.argsort(rng.random((len(truth), raters)), 1)[:, :each]
+    people = np.argsort(rng.random((len(truth), raters)), 1)[:, :per_item]
     chances = table[people, truth[:, None]].cumsum(2)
     answers = np.minimum((rng.random(people.shape)[..., None] > chances).sum(2), len(NAMES) - 1)
     items = np.repeat(np.arange(len(truth)), people.shape[1])

@@ -58,7 +58,7 @@ class Labels:
     def of_matrix(matrix: np.ndarray, classes: int) -> Labels:
         """Build labels from a table (items, raters), with -1 where a rater has not labelled an item."""
         item, rater = np.nonzero(matrix >= 0)
-        return Labels(item, rater, matrix[item, rater].astype(np.int64), *matrix.shape, classes)
+        return Labels(item, rater, matrix[item, rater].astype(np.int64), len(matrix), matrix.shape[1], classes)
 
     def only(self, chosen: np.ndarray) -> Labels:
         """Return the labels for which a mask is True; items, raters and classes keep their numbers."""

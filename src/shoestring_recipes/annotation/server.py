@@ -48,7 +48,7 @@ class LabelServer(ThreadingHTTPServer):
 class LabelRequests(BaseHTTPRequestHandler):
     """Answers the requests of the page."""
 
-    server: LabelServer
+    server: Any  # a LabelServer
     protocol_version = "HTTP/1.1"
     server_version = "shoestring"
     sys_version = ""

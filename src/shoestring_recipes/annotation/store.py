@@ -163,7 +163,7 @@ class AnnotationStore:
         with usable(self.engine), self.engine.begin() as one:
             yield one
 
-    def rows(self, query: sql.Select[Any]) -> list[Any]:
+    def rows(self, query: Any) -> list[Any]:
         """Return the rows of a query."""
         with self.reading() as connection:
             return list(connection.execute(query))
@@ -255,8 +255,8 @@ class AnnotationStore:
 
     def cursor(self, source: str) -> tuple[str, bool]:
         """Return the position from which a paged interface is to be read, and whether it was read to its end."""
-        found = self.rows(sql.select(Cursor.position, Cursor.done).where(Cursor.source == source))
-        return (found[0][0], bool(found[0][1])) if found else ("", False)
+        matches = self.rows(sql.select(Cursor.position, Cursor.done).where(Cursor.source == source))
+        return (matches[0][0], bool(matches[0][1])) if matches else ("", False)
 
     def store_records(self, source: str, records: Iterable[tuple[str, str, str]], position: str, *, done: bool) -> int:
         """Store the records (address, title, text) of a page of an interface together with the next position.
@@ -340,8 +340,8 @@ class AnnotationStore:
 
     def rater_of_token(self, token: str) -> Any | None:
         """Return the rater whom a token belongs to, or None."""
-        found = self.rows(sql.select(Rater.id, Rater.name).where(Rater.token == _hashed(token)))
-        return found[0] if found else None
+        matches = self.rows(sql.select(Rater.id, Rater.name).where(Rater.token == _hashed(token)))
+        return matches[0] if matches else None
 
     def raters(self) -> dict[str, int]:
         """Map the names of all raters to their numbers."""

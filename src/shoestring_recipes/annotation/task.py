@@ -64,7 +64,7 @@ def targets(labels: Labels, kind: str, seed: int = 0) -> tuple[np.ndarray, Revie
 def data(
     labels: str = "soft",
     raters: int = 12,
-    each: int = 3,
+    per_image: int = 3,
     noise: float = 0.3,
     images: int = 12000,
     held_out: int = 10000,
@@ -75,19 +75,19 @@ def data(
 
     Args:
         labels: what is made of the raters' labels; see `targets`.
-        raters: number of planted raters. each: number of raters who label an image. noise: mean share of wrong labels.
+        raters: number of planted raters. per_image: number of raters who label an image. noise: mean share of wrong labels.
         images: number of training images. held_out: number of test images.
         table: CSV file with the columns url, rater and label, in the place of planted raters.
     """
     if labels not in KINDS:
         raise ConfigError(f"data.arguments.labels is `{labels}`", hint=nearest(labels, KINDS))
-    if not 0 < each <= raters:
-        raise ConfigError(f"data.arguments.each is {each}", hint=f"from 1 to the number of raters, {raters}")
+    if not 0 < per_image <= raters:
+        raise ConfigError(f"data.arguments.per_image is {per_image}", hint=f"from 1 to the number of raters, {raters}")
     train, test = fashion_mnist()
     if table:
         rated, numbers, names = read_table(Path(table), len(train))
     else:
-        rated = planted(train.labels[:images].numpy(), raters, each, noise, seed)
+        rated = planted(train.labels[:images].numpy(), raters, per_image, noise, seed)
         numbers, names = list(range(rated.items)), [f"rater {number}" for number in range(raters)]
     soft, reviewed = targets(rated, labels, seed)
     chosen = Images(train.images[numbers], train.labels[numbers])
