@@ -46,7 +46,7 @@ class LoopbackSite(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Be silent about clients that were killed."""
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self.shutdown()
         self.server_close()
 

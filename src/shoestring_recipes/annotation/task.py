@@ -75,7 +75,8 @@ def data(
 
     Args:
         labels: what is made of the raters' labels; see `targets`.
-        raters: number of planted raters. per_image: number of raters who label an image. noise: mean share of wrong labels.
+        raters: number of planted raters. per_image: number of raters who label an image.
+        noise: mean share of wrong labels of the planted raters.
         images: number of training images. held_out: number of test images.
         table: CSV file with the columns url, rater and label, in the place of planted raters.
     """
