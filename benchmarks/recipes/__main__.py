@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Bar, Deadline, main, resumable
-from benchmarks.recipes import faces, federated, generation, lanes, quality
+from benchmarks.recipes import annotation, faces, federated, generation, lanes, quality
 
 PARTS: Mapping[str, Callable[[Path, Deadline], Iterable[Bar]]] = {
+    "annotation": annotation.rows,
     "faces": faces.rows,
     "federated": federated.rows,
     "generation": generation.rows,

@@ -19,6 +19,7 @@ from tests.waiting import until
 STEPS, BATCH, LONG = 6, 4, 40
 """Steps of a run, samples of a step, and steps of a run that is killed on its way."""
 TOY = {
+    "annotation": {"data": {"arguments": {"images": 300, "held_out": 16}}},
     "faces": {"data": {"arguments": {"views": 2, "held_views": 8}}},
     "federated": {"data": {"arguments": {"most": 8}}, "comm": {"fedavg": {"every": 3, "private": ["style.*"]}}},
     "generation": {"data": {"arguments": {"held_out": 16}}},
