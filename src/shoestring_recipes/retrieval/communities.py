@@ -42,6 +42,8 @@ PRECISE = 0.9
 """Precision of the predictions that are counted as sure."""
 _SHORTEST, _LONGEST = 120, 1200
 """Minimum and maximum number of characters of a post."""
+LEFT_OUT = ("translations",)
+"""Folders that are no communities: translations are easy to tell, because no other page is in their languages."""
 _POSTS, _PAGES = 6, 12
 """Maximum number of posts of a page, and minimum number of pages of a community."""
 
@@ -85,7 +87,8 @@ def read(folder: Path, most: int = 16) -> Posts:
     Raises:
         DataError: fewer than two communities have enough pages.
     """
-    sections = {section: _pages(section) for section in sorted(folder.iterdir()) if section.is_dir()}
+    named = (path for path in sorted(folder.iterdir()) if path.name[0] not in "._" and path.name not in LEFT_OUT)
+    sections = {section: _pages(section) for section in named if section.is_dir()}
     sections = {section: pages for section, pages in sections.items() if len(pages) >= _PAGES}
     chosen = sorted(sections, key=lambda section: (-len(sections[section]), section.name))[:most]
     if len(chosen) < 2:
