@@ -25,6 +25,10 @@ TOY = {
     "generation": {"data": {"arguments": {"held_out": 16}}},
     "lanes": {"data": {"arguments": {"pictures": 8, "held_out": 8}}},
     "quality": {"data": {"arguments": {"crops_each": 1}}},
+    "retrieval": {
+        "data": {"arguments": {"headwords": 300, "documents": 40, "queries": 20, "validation": 20, "negatives": 1}},
+        "model": {"dimensions": 16},
+    },
 }
 """What makes each recipe small enough to be trained for a few steps in seconds, besides steps and batch."""
 AREAS = {

@@ -1,0 +1,171 @@
+"""Search engines that rank many documents by words and by vectors, and the ranking that joins the two.
+
+`Tantivy` is embedded and keeps its index in a folder. `servers.py` has the same for Elasticsearch and OpenSearch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import tantivy
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.storage import foreign
+from shoestring.storage.whole import recover, replaced_folder
+from shoestring_recipes.retrieval.fusion import fused
+from shoestring_recipes.retrieval.lexical import Values
+from shoestring_recipes.retrieval.words import LONGEST_WORD, terms
+
+MOST_TERMS = 256
+"""Maximum number of words of a query; the rest of a longer query is ignored."""
+_HEAP = 64 << 20
+"""Memory of the process that builds an index, in bytes."""
+_VECTORS = "vectors.safetensors"
+
+
+class Hits(NamedTuple):
+    """The best documents for a query, the best first."""
+
+    numbers: Values
+    """Numbers of the documents, in the order in which the index got them; int64 (N,)."""
+    scores: Values
+    """Their scores, float32 (N,)."""
+
+
+class Engine(Protocol):
+    """A search engine with an index of documents."""
+
+    def build(self, documents: Iterable[str], vectors: Values) -> None:
+        """Index documents in the place of all former ones. Searches use the former index until the new one is whole.
+
+        Args:
+            vectors: a vector of norm 1 for each document, or of zeros for one without words, (documents, dimensions).
+        """
+
+    def by_words(self, queries: Sequence[str], count: int) -> list[Hits]:
+        """Return the documents that BM25 ranks highest for each query, `count` at most."""
+
+    def by_vectors(self, vectors: Values, count: int) -> list[Hits]:
+        """Return the documents with the largest cosines for each vector, `count` at most."""
+
+
+def search(
+    engine: Engine, queries: Sequence[str], vectors: Values, share: float, count: int = 10, candidates: int = 100
+) -> list[Hits]:
+    """Return the best documents for each query by the fused ranking; see `fusion.fused`.
+
+    Candidates are the best by words and the best by vectors. A candidate that is not in one of the lists has the lowest
+    score of that list, or 0 if the list is shorter than it might be.
+
+    Args:
+        vectors: vectors of the queries, (queries, dimensions). share: share of BM25 in the fused score.
+        candidates: number of candidates of each kind.
+    """
+    kinds = zip(engine.by_words(queries, candidates), engine.by_vectors(vectors, candidates), strict=True)
+    answers = []
+    for lists in kinds:
+        numbers = np.union1d(*(hits.numbers for hits in lists))
+        lexical, dense = (_column(hits, numbers, candidates) for hits in lists)
+        scores = fused(lexical[None], dense[None], share)[0]
+        best = np.argsort(-scores, kind="stable")[:count]
+        answers.append(Hits(numbers[best], scores[best].astype(np.float32)))
+    return answers
+
+
+def _column(hits: Hits, numbers: Values, candidates: int) -> Values:
+    """Return the scores of the documents `numbers`, which include those of the hits."""
+    column = np.full(len(numbers), hits.scores.min() if 0 < candidates <= len(hits.scores) else 0.0)
+    column[np.searchsorted(numbers, hits.numbers)] = hits.scores
+    return column
+
+
+def query_terms(query: str, stem: bool) -> list[str]:
+    """Return the words by which a query is searched."""
+    return terms(query[: 2 * LONGEST_WORD * MOST_TERMS], stem)[:MOST_TERMS]
+
+
+class Tantivy:
+    """An index of tantivy with the documents' vectors, in one folder, which is replaced as a whole: a process that is
+    killed while it builds an index leaves the old one, or the new one.
+
+    Args:
+        folder: folder of the index, which `build` creates.
+        stem: whether English words are reduced to their stems. BM25's k1 and b are 1.2 and 0.75, which tantivy does not
+            let anybody change.
+    """
+
+    def __init__(self, folder: Path, stem: bool = True) -> None:
+        self.folder, self.stem = folder, stem
+        self._opened: tuple[Any, Any, torch.Tensor] | None = None
+
+    def build(self, documents: Iterable[str], vectors: Values) -> None:
+        """See `Engine`.
+
+        Raises:
+            DataError: the numbers of documents and vectors differ; the old index stays.
+            OSError: the disk is full or failed; the old index stays.
+        """
+        with replaced_folder(self.folder) as folder:
+            words = folder / "words"
+            words.mkdir()
+            writer = tantivy.Index(self._schema(), path=str(words)).writer(_HEAP, 1)
+            count = 0
+            for text in documents:
+                writer.add_document(tantivy.Document(number=count, text=text))
+                count += 1
+            if count != len(vectors):
+                raise DataError(f"there are {count:,} documents and {len(vectors):,} vectors")
+            writer.commit()
+            writer.wait_merging_threads()
+            save_file({"vectors": torch.from_numpy(np.ascontiguousarray(vectors, np.float32))}, folder / _VECTORS)
+        self._opened = None
+
+    def _schema(self) -> Any:
+        builder = tantivy.SchemaBuilder()
+        builder.add_text_field("text", tokenizer_name="en_stem" if self.stem else "default", index_option="freq")
+        builder.add_integer_field("number", fast=True)
+        return builder.build()
+
+    def _open(self) -> tuple[Any, Any, torch.Tensor]:
+        """Open the index that is there at the first search: its schema, its searcher and the documents' vectors."""
+        if self._opened is None:
+            recover(self.folder)
+            try:
+                index = tantivy.Index(self._schema(), path=str(self.folder / "words"))
+                with foreign.open_safetensors(self.folder / _VECTORS) as file:
+                    vectors = file.get_tensor("vectors")
+            except (OSError, ValueError, SafetensorError) as error:
+                reason = str(error).splitlines()[0]
+                hint = "build it first, with the same `stem`"
+                raise ConfigError(f"`{self.folder}` holds no such index: {reason}", hint=hint) from error
+            self._opened = index.schema, index.searcher(), vectors
+        return self._opened
+
+    def __len__(self) -> int:
+        return self._open()[1].num_docs
+
+    def by_words(self, queries: Sequence[str], count: int) -> list[Hits]:
+        """See `Engine`."""
+        schema, searcher, _ = self._open()
+        answers = []
+        for query in queries:
+            clauses = [
+                (tantivy.Occur.Should, tantivy.Query.term_query(schema, "text", term, "freq"))
+                for term in query_terms(query, self.stem)
+            ]
+            best = searcher.search(tantivy.Query.boolean_query(clauses), count, count=False).hits if clauses else []
+            numbers = searcher.fast_field_values("number", [address for _, address in best])
+            answers.append(Hits(np.array(numbers, np.int64), np.array([score for score, _ in best], np.float32)))
+        return answers
+
+    def by_vectors(self, vectors: Values, count: int) -> list[Hits]:
+        """See `Engine`; compares with the vectors of all documents."""
+        own = self._open()[2]
+        top = (torch.from_numpy(np.ascontiguousarray(vectors, np.float32)) @ own.T).topk(min(count, len(own)))
+        return [Hits(*pair) for pair in zip(top.indices.numpy(), top.values.numpy(), strict=True)]
