@@ -8,9 +8,13 @@ from django.urls import path
 pytestmark = pytest.mark.usefixtures("configured")
 
 STORED = {"worker_script", "template_texts", "speculation_rules"}
-PUBLIC = {"health", "sign_in", "sign_out", "reset_password", "join"} | STORED
+LINKED = {"shared_clip", "shared_video", "shared_poster"}
+"""What whoever has a link to a clip may see; `test_clips.py` says which links lead to it."""
+PUBLIC = {"health", "sign_in", "sign_out", "reset_password", "join"} | STORED | LINKED
 CHANGING = {"edit_run", "archive_run", "delete_run"}
+CHANGING |= {"post_clip", "put_clip_chunk", "edit_clip", "delete_clip", "retry_clip"}
 OWNERS = {"people", "invite", "withdraw_invitation", "set_role", "edit_project", "hide_comment"}
+OWNERS |= {"hide_clip", "share_clip", "revoke_share"}
 LISTINGS = {"feed", "following", "person", "follow_person", "search"}
 READERS_WRITE = {"tokens", "revoke_token", "post_comment", "edit_comment", "delete_comment", "follow_project"}
 """What readers may change: only what is their own."""
@@ -54,7 +58,7 @@ def test_the_rules_are_those_that_are_meant():
     assert of(AccessRule.TOKEN) == {"whoami"} and of(AccessRule.TOKEN_READ) == {"list_files", "get_chunk", "get_log"}
     for pattern in urlpatterns:  # what changes something is not asked for by GET
         if pattern.callback.rule in (AccessRule.WRITER, AccessRule.OWNER) and pattern.name != "people":
-            assert pattern.callback.methods == ("POST",)
+            assert pattern.callback.methods in (("POST",), ("PUT",))
 
 
 @pytest.mark.slow
