@@ -251,7 +251,10 @@ class Attempts:
 
 
 def attack(own: Side, other: Side, methods: tuple[str, ...] = METHODS) -> Attempts:
-    """Try every route by every method as everybody; whoever may see the project is a control: that it can be seen."""
+    """Try every route as everybody, by some methods; without any, by those that the route has.
+
+    Whoever may see the project is a control: that it can be seen.
+    """
     attempts, before = Attempts(), other.rows()
     for actor in actors(own, other):
         for pattern in urlpatterns:
@@ -267,7 +270,7 @@ def attack(own: Side, other: Side, methods: tuple[str, ...] = METHODS) -> Attemp
                         attempts.admitted += asked.status_code == 200
                     continue
                 at_home = actor.name.startswith(own.slug) and (in_own or bool(actor.token))  # numbers mean own runs
-                for method in ("GET", "HEAD") if at_home and in_own else methods:
+                for method in ("GET", "HEAD") if at_home and in_own else methods or pattern.callback.methods:
                     data = {"deleted": "yes", "role": 3, "notes": "changed", "digests": other.digests, "name": "x"}
                     data |= {"path": "file.txt", "chunk": 0, "files": [], "paths": []}
                     query = f"path=file.txt&chunk=0&run={other.run.number}"
@@ -343,7 +346,9 @@ def _attack_listings(attempts: Attempts, own: Side, other: Side, methods: tuple[
                 answer = actor.ask("GET", f"{path}?{queries[0]}")
                 attempts.admitted += other.slug in answer.content.decode()
                 continue
-            for method, query in itertools.product(methods, queries if pattern.name == "search" else queries[-1:]):
+            for method, query in itertools.product(
+                methods or pattern.callback.methods, queries if pattern.name == "search" else queries[-1:]
+            ):
                 answer = actor.ask(method, f"{path}?{query}", {"follow": "yes"})
                 attempts.tried += 1
                 told = answer.content.decode().replace(f'value="{other.word}"', "")  # the search repeats its question
