@@ -162,8 +162,7 @@ def _fork(run: Callable[[], None]) -> int:
         pass
     except BaseException:
         log.exception("a process that converts clips has ended")
-    finally:
-        os._exit(0)
+    os._exit(0)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,9 @@ def fork(run: Callable[[], object]) -> int:
         return child
     try:
         run()
-    finally:
-        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
 
 
 def end(process: int, number: signal.Signals = signal.SIGKILL) -> None:
