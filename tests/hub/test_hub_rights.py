@@ -62,11 +62,11 @@ def test_the_rules_are_those_that_are_meant():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["role", "project", "token", "sight", "people", "comments"])
+@pytest.mark.parametrize("fault", ["role", "project", "token", "sight", "people", "comments", "clips"])
 def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
     """Each check of `access`, taken away, is a leak that the attack finds."""
     from shoestring_hub.server import access, sight
-    from shoestring_hub.server.models import Comment, HubRun, Member, Person, Project, Role
+    from shoestring_hub.server.models import Comment, HubClip, HubRun, Member, Person, Project, Role
     from tests.rigs.hub.leaks import attack
 
     def any_role(person, slug, number):
@@ -88,6 +88,7 @@ def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
         "sight": (sight.Sight, "_shared", Member.objects.values("project")),
         "people": (sight.Sight, "people", lambda self: Person.objects.all()),
         "comments": (sight.Sight, "comments", lambda self: Comment.objects.all()),
+        "clips": (access, "_clip_of", lambda _, number: HubClip.objects.get(number=number, project__slug="beta")),
     }
     monkeypatch.setattr(*faults[fault])
     assert attack(*sides, methods=("GET",)).leaks
