@@ -6,21 +6,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.harness import main
-from benchmarks.hub import arriving, opening, privacy, reading
+from benchmarks.harness import Bar, Deadline, main, resumable
+from benchmarks.hub import arriving, converting, opening, privacy, reading
 
 
 def command(argv: Sequence[str]) -> int:
-    """The harness's command line, the interpreter that has trackio, and how often pages are opened."""
-    flags = argparse.ArgumentParser(add_help=False)
+    """The harness's command line, and what the package's docstring says."""
+    flags = argparse.ArgumentParser(add_help=False, parents=[resumable("hub")])
     flags.add_argument("--trackio", default="", metavar="PYTHON")
     flags.add_argument("--rounds", type=int, default=opening.ROUNDS)
     own, rest = flags.parse_known_args(argv)
-    return main(
-        "hub",
-        lambda: [*privacy.rows(), *reading.rows(), *opening.rows(own.rounds), *arriving.rows(own.trackio)],
-        rest,
-    )
+    check = Deadline(60 * own.budget).check
+
+    def rows() -> list[Bar]:
+        clips = converting.rows(own.runs, check)
+        return [*privacy.rows(), *reading.rows(), *opening.rows(own.rounds), *arriving.rows(own.trackio), *clips]
+
+    return main("hub", rows, rest)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ PATH_LIMIT = 1000
 """Maximum length of a path inside a run folder, in characters."""
 FILES_LIMIT = 10_000
 """Maximum number of files of a run."""
+CLIP_LIMIT = 2 << 30
+"""Maximum size of a clip as it is sent, in bytes."""
 CHECKPOINTS = "checkpoints/"
 """Folder inside a run folder that is sent only on request."""
 DIGEST = re.compile(r"[0-9a-f]{64}")

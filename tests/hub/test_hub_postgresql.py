@@ -5,15 +5,18 @@ import shutil
 import pytest
 
 from benchmarks.tune.postgresql import PostgresServer, programs
+from shoestring_hub.client.clip import send_clip
 from shoestring_hub.client.logins import log_in
 from shoestring_hub.client.pull import pull
 from shoestring_hub.client.push import push
 from tests.hub.conftest import add_person
+from tests.rigs.hub.clips import make_clip, missing
 from tests.rigs.hub.folders import contents, write_run
 from tests.rigs.hub.people import check_feed, check_search, newcomer, upgraded
 from tests.rigs.hub.server import HubServer
 from tests.rigs.hub.storms import storm
 from tests.rigs.hub.visitor import Visitor
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(programs() is None, reason="PostgreSQL is not installed")]
 
@@ -81,12 +84,27 @@ def test_comments_are_searched_and_the_feed_is_in_order(lab, tmp_path):
     check_feed(visitor, grace, slug)
 
 
+@pytest.mark.skipif(bool(missing()), reason="clips cannot be converted here")
+def test_clips_are_converted_and_found(lab, tmp_path):
+    _, visitor, slug = lab
+    push(write_run(tmp_path / "run", files=0))
+    send_clip(make_clip(tmp_path / "clip.mp4"), run=tmp_path / "run", title="a pendulum")
+    send_clip(make_clip(tmp_path / "other.mp4", seconds=0.5))
+    for number in (1, 2):
+        until(lambda number=number: visitor.get(f"/{slug}/clips/{number}/video.mp4").status == 200)
+    commented_on = f"/{slug}/clips/1/comments"
+    visitor.get(f"/{slug}/clips/1")
+    assert visitor.post(commented_on, text="isochronous").status == 200
+    assert f'href="/{slug}/clips/1"' in visitor.get("/search?q=pendulum").text
+    assert f"/{slug}/clips/1?comment=1" in visitor.get("/search?q=isochron").text
+
+
 def test_what_a_hub_had_before_the_search_is_found_as_well(database, tmp_path):
     import psycopg
 
     with psycopg.connect(f"host={database.folder} user=tune dbname=postgres", autocommit=True) as connection:
         connection.execute("CREATE DATABASE upgraded")
-    assert upgraded(tmp_path / "hub", f"postgresql://tune@/upgraded?host={database.folder}") == "1 1\n"
+    assert upgraded(tmp_path / "hub", f"postgresql://tune@/upgraded?host={database.folder}") == "1 1 2 1\n"
 
 
 def test_a_database_that_crashes_and_comes_back_loses_nothing(lab, database, tmp_path):

@@ -27,7 +27,8 @@ def lab(project, ada, tmp_path):
     ada.post(f"/{project}/edit", notes="Runs of a *lab*.")
     link = ada.invite(project, 2)
     wide = "&".join(f"column={kind}" for kind in ("setting.optim.adamw.lr", "setting.run.name", "metric.loss"))
-    ways = ("", "?where=nonsense", f"?{wide}", "people", "tokens", "runs/1", "runs/2", "compare?run=1&run=2&run=3")
+    ways = ("", "?where=nonsense", f"?{wide}", "people", "tokens", "clips", "runs/1", "runs/2")
+    ways += ("compare?run=1&run=2&run=3",)
     return ["/", "/account", link, "/nothing", *(f"/{project}/{way}" for way in ways)]
 
 

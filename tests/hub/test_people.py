@@ -259,7 +259,8 @@ def test_no_query_and_no_place_fails(labs, text):
 
     sight, words = Sight(labs["red"].people["reader"]), words_of(text)
     if words:
-        list_newest(matching(sight.runs(), words), matching(sight.comments(), words), text, words)
+        rows = (matching(rows, words) for rows in (sight.runs(), sight.clips(), sight.comments()))
+        list_newest(*rows, text, words)
         assert "".join(piece for piece, _ in excerpt(text, words)) == text
 
 
@@ -289,7 +290,7 @@ def test_the_index_follows_every_change_and_removal(configured):
     HubRun.objects.filter(pk=lab.run.pk).delete()
     assert finds(HubRun.objects, "mellifluous") == 0 == finds(Comment.objects, "sesqui")
     with connection.cursor() as cursor:
-        for table in ("hub_hubrun", "hub_comment", "hub_project"):
+        for table in ("hub_hubrun", "hub_comment", "hub_project", "hub_hubclip"):
             cursor.execute(f"INSERT INTO {table}_words({table}_words, rank) VALUES ('integrity-check', 1)")
 
 
@@ -297,7 +298,7 @@ def test_the_index_follows_every_change_and_removal(configured):
 def test_what_a_hub_had_before_the_search_is_found_as_well(tmp_path):
     from tests.rigs.hub.people import upgraded
 
-    assert upgraded(tmp_path / "hub") == "1 1\n"
+    assert upgraded(tmp_path / "hub") == "1 1 2 1\n"
 
 
 @pytest.mark.slow

@@ -165,13 +165,13 @@ def test_links_and_pipes_are_left_out_and_said(project, tmp_path):
 def test_a_file_that_keeps_changing_is_left_out_and_the_others_arrive(project, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "small", files=0)
     (folder / "wild.bin").write_bytes(os.urandom(100))
-    send = pushing._send_chunks
+    send = pushing.send_chunks
 
     def change(connection, snapshots):
         (folder / "wild.bin").write_bytes(os.urandom(100))
         return send(connection, snapshots)
 
-    monkeypatch.setattr(pushing, "_send_chunks", change)
+    monkeypatch.setattr(pushing, "send_chunks", change)
     outcome = push(folder)
     assert outcome.left_out == 1 and "wild.bin: it keeps changing" in outcome.lines[0]
     pull(1, tmp_path / "copy")

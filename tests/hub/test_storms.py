@@ -10,13 +10,16 @@ from itertools import count
 import pytest
 
 from shoestring.core.errors import ShoestringError
+from shoestring_hub.client.clip import send_clip
 from shoestring_hub.client.logins import log_in
 from shoestring_hub.client.push import push
 from tests.hub.conftest import add_person
+from tests.rigs.hub.clips import make_clip, missing
 from tests.rigs.hub.folders import contents, write_run
 from tests.rigs.hub.server import HubServer
 from tests.rigs.hub.storms import CuttingProxy, storm
 from tests.rigs.hub.visitor import Visitor
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -121,10 +124,14 @@ def test_backup_and_restore_of_a_hub_that_serves(server, project, ada, tmp_path,
     )
     ada.get(f"/{project}/runs/1")
     ada.post(f"/{project}/runs/1/comments", text="worth keeping, @ada")
+    video = f"/{project}/clips/1/video.mp4"
+    if not missing():
+        send_clip(make_clip(tmp_path / "clip.mp4"))
+        until(lambda: ada.get(video).status == 200)
     backup = tmp_path / "backup"
     assert hub("backup", server.folder, "--to", backup).returncode == 0
     again = hub("backup", server.folder, "--to", backup)
-    assert "0 B of new chunks" in again.stdout
+    assert "0 B of new chunks and clips" in again.stdout
     restored = tmp_path / "restored"
     assert hub("restore", restored, "--backup", backup).returncode == 0
     assert "is not empty" in hub("restore", restored, "--backup", backup).stderr
@@ -134,6 +141,7 @@ def test_backup_and_restore_of_a_hub_that_serves(server, project, ada, tmp_path,
         visitor.sign_in("ada")
         assert ">small</a>" in visitor.get(f"/{project}/").text
         assert f"/{project}/runs/1?comment=1" in visitor.get("/search?q=keep").text
+        assert visitor.get(video).body == ada.get(video).body
         log_in(second.address, token)
         assert main(["hub", "pull", "1", "--folder", str(tmp_path / "copy")]) == 0
         assert contents(tmp_path / "copy") == contents(folder)

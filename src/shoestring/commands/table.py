@@ -195,9 +195,14 @@ VERBS: dict[str, Verb] = {
         "Bring the folder of a run from the hub; training resumes from it if its checkpoints were pushed.",
         package="shoestring_hub",
     ),
+    "hub clip": Verb(
+        "client.clip:send_clip", "programs:SendClip",
+        "Send a video file to the hub, for a run or a project; continues where it broke off.",
+        package="shoestring_hub",
+    ),
     "hub serve": Verb(
         "server.serve:serve", "administration:ServeHub",
-        "Start the hub: a server for the runs of a lab, with SQLite and a folder, or with PostgreSQL.",
+        "Start the hub: a server for the runs and clips of a lab, with SQLite and a folder, or with PostgreSQL.",
         package="shoestring_hub",
     ),
     "hub person": Verb(
@@ -212,17 +217,22 @@ VERBS: dict[str, Verb] = {
     ),
     "hub clean": Verb(
         "server.administration:clean", "administration:Clean",
-        "Remove deleted runs whose grace period is over, and chunks of files that no run has.",
+        "Remove deleted runs and clips whose grace period is over, and bytes to which nothing refers.",
+        package="shoestring_hub",
+    ),
+    "hub figures": Verb(
+        "server.administration:figures", "administration:HubFigures",
+        "Print how many clips wait, are converted, are ready and have failed, in the text format of Prometheus.",
         package="shoestring_hub",
     ),
     "hub backup": Verb(
         "server.backup:back_up", "administration:BackUp",
-        "Copy a hub to a folder while it serves: its database, its key and the chunks that the copy lacks.",
+        "Copy a hub to a folder while it serves: its database, its key, and the chunks and clips that the copy lacks.",
         package="shoestring_hub",
     ),
     "hub restore": Verb(
         "server.backup:restore", "administration:Restore",
-        "Make a new hub from a backup, and check every chunk.",
+        "Make a new hub from a backup, and check every chunk and clip.",
         package="shoestring_hub",
     ),
     "hub check": Verb(
@@ -290,7 +300,7 @@ GROUPS = {
     "tune.toml`.",
     "recipes": "Ready tasks to run, to copy and to change: `shoestring train NAME` runs one.",
     "lab": "Virtual hosts with slow links on this machine, to try several hosts by hand; needs root.",
-    "hub": "Keep the runs of a lab on a server of one's own: push and pull runs, and serve them.",
+    "hub": "Keep the runs and clips of a lab on a server of one's own: push and pull runs, send clips, and serve them.",
     "checkpoint": "List, verify, show, explain, export, import and delete the checkpoints of a run.",
 }
 """Maps the first word of verbs with two words to the help text of the group."""

@@ -32,7 +32,7 @@ class Pushed:
 
 
 @dataclass
-class _Snapshot:
+class Snapshot:
     """A file in the state in which it was opened: its size and the digests of its chunks."""
 
     path: str
@@ -41,6 +41,7 @@ class _Snapshot:
     chunks: list[str]
 
     def read(self, index: int) -> bytes:
+        """The bytes of a chunk; others than at first if the file has changed since."""
         self.file.seek(index * CHUNK)
         return self.file.read(min(CHUNK, self.size - index * CHUNK))
 
@@ -94,7 +95,7 @@ def _send_batch(connection: Connection, key: str, folder: Path, paths: Sequence[
     """
     lines: list[str] = []
     with ExitStack() as stack:
-        snapshots: list[_Snapshot] = []
+        snapshots: list[Snapshot] = []
         done = total = 0
         while done < min(len(paths), FILES_AT_ONCE) and total < BATCH:
             try:
@@ -104,29 +105,30 @@ def _send_batch(connection: Connection, key: str, folder: Path, paths: Sequence[
             except OSError as error:
                 lines.append(f"left out: {paths[done]}: {error.strerror}")
             else:
-                snapshots.append(_snapshot(paths[done], file))
+                snapshots.append(take_snapshot(paths[done], file))
                 total += snapshots[-1].size
             done += 1
         sent = 0
         for _ in range(ATTEMPTS):
-            count, changed = _send_chunks(connection, snapshots)
+            count, changed = send_chunks(connection, snapshots)
             sent += count
             settled = [snapshot for snapshot in snapshots if snapshot not in changed]
             if _commit(connection, key, settled):
-                snapshots = [_snapshot(snapshot.path, snapshot.file) for snapshot in changed]
+                snapshots = [take_snapshot(snapshot.path, snapshot.file) for snapshot in changed]
             if not snapshots:
                 break
         lines += [f"left out: {snapshot.path}: it keeps changing while it is sent" for snapshot in snapshots]
     return sent, done, lines
 
 
-def _snapshot(path: str, file: BinaryIO) -> _Snapshot:
-    snapshot = _Snapshot(path, file, file.seek(0, 2), [])
+def take_snapshot(path: str, file: BinaryIO) -> Snapshot:
+    """Read an open file as it is now, for the digests of its chunks."""
+    snapshot = Snapshot(path, file, file.seek(0, 2), [])
     snapshot.chunks = [digest(snapshot.read(index)) for index in range(-(-snapshot.size // CHUNK))]
     return snapshot
 
 
-def _send_chunks(connection: Connection, snapshots: Sequence[_Snapshot]) -> tuple[int, list[_Snapshot]]:
+def send_chunks(connection: Connection, snapshots: Sequence[Snapshot]) -> tuple[int, list[Snapshot]]:
     """Send the chunks that the hub lacks; returns the number of bytes sent, and the files that changed meanwhile."""
     names = list(dict.fromkeys(name for snapshot in snapshots for name in snapshot.chunks))
     missing: set[str] = set()
@@ -145,11 +147,11 @@ def _send_chunks(connection: Connection, snapshots: Sequence[_Snapshot]) -> tupl
     return sent, changed
 
 
-def _places(snapshots: Sequence[_Snapshot]) -> Iterator[tuple[_Snapshot, int, str]]:
+def _places(snapshots: Sequence[Snapshot]) -> Iterator[tuple[Snapshot, int, str]]:
     return ((snapshot, index, name) for snapshot in snapshots for index, name in enumerate(snapshot.chunks))
 
 
-def _commit(connection: Connection, key: str, snapshots: Sequence[_Snapshot]) -> bool:
+def _commit(connection: Connection, key: str, snapshots: Sequence[Snapshot]) -> bool:
     """Register the files whose chunks were sent; returns False if the hub has lost chunks, which must be sent again."""
     files: list[dict[str, Any]] = [
         {"path": snapshot.path, "size": snapshot.size, "chunks": snapshot.chunks} for snapshot in snapshots

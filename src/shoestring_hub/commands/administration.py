@@ -57,6 +57,20 @@ class OpeningOptions:
 
 
 @dataclass(frozen=True)
+class ClipOptions:
+    """Conversion and storage of clips."""
+
+    clip_workers: int = 1
+    """Number of processes that convert clips with ffmpeg; each uses about two cores while it works. 0 switches clips
+    off."""
+    clip_quota: float = 20.0
+    """Maximum size of all clips of a project together, in gigabytes."""
+    clip_accel: str = ""
+    """Address below which nginx, as a proxy before the hub, sends the folder of clips, such as /sent/: an internal
+    location of its configuration. Without it the hub sends clips itself."""
+
+
+@dataclass(frozen=True)
 class ServeHub:
     """Arguments of `shoestring hub serve`."""
 
@@ -66,12 +80,16 @@ class ServeHub:
     """Address to listen on, TLS certificate, and numbers of processes and threads."""
     opening: OpeningOptions = field(default_factory=OpeningOptions)
     """Measures that make pages open fast; each can be switched off alone."""
+    clips: ClipOptions = field(default_factory=ClipOptions)
+    """Conversion and storage of clips."""
 
     def __call__(self) -> int:
-        from shoestring_hub.server.configure import Opening, Place
+        from shoestring_hub.server.configure import ClipService, Opening, Place
         from shoestring_hub.server.serve import Listening, serve
 
-        return serve(Place(**vars(self.place)), Listening(**vars(self.listening)), Opening(**vars(self.opening)))
+        clips = ClipService(self.clips.clip_workers, self.clips.clip_quota, self.clips.clip_accel)
+        place, listening = Place(**vars(self.place)), Listening(**vars(self.listening))
+        return serve(place, listening, Opening(**vars(self.opening)), clips)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +131,18 @@ class Clean(HubPlace):
         from shoestring_hub.server.configure import Place
 
         say(clean(Place(self.folder, self.database, self.name)))
+        return 0
+
+
+@dataclass(frozen=True)
+class HubFigures(HubPlace):
+    """Arguments of `shoestring hub figures`."""
+
+    def __call__(self) -> int:
+        from shoestring_hub.server.administration import figures
+        from shoestring_hub.server.configure import Place
+
+        say_lines(figures(Place(self.folder, self.database, self.name)))
         return 0
 
 

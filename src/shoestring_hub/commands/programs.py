@@ -1,4 +1,4 @@
-"""Arguments of `shoestring hub login`, `push` and `pull`."""
+"""Arguments of `shoestring hub login`, `push`, `pull` and `clip`."""
 
 from __future__ import annotations
 
@@ -67,4 +67,23 @@ class Pull(ChosenProject):
         from shoestring_hub.client.pull import pull
 
         say_lines(pull(self.run, self.folder, project=self.project))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendClip(ChosenProject):
+    """Arguments of `shoestring hub clip`."""
+
+    file: Positional[Path]
+    """Video file to send: MP4, MOV, WebM, Matroska, AVI or GIF."""
+    run: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Folder of the run that the clip belongs to, such as runs/quickstart; the run must be on the hub. Without it the
+    clip belongs to the project."""
+    title: str = ""
+    """Name of the clip on the hub; defaults to the name of the file."""
+
+    def __call__(self) -> int:
+        from shoestring_hub.client.clip import send_clip
+
+        say(send_clip(self.file, run=self.run, project=self.project, title=self.title))
         return 0

@@ -7,7 +7,7 @@ request, so a person who loses a role or is deactivated, or whose token is revok
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import wraps
 from typing import Any
@@ -23,6 +23,7 @@ from shoestring.core.errors import ShoestringError
 from shoestring_hub.server.models import (
     NAME,
     AuditEvent,
+    HubClip,
     HubRun,
     Member,
     Person,
@@ -31,7 +32,7 @@ from shoestring_hub.server.models import (
     Token,
     digest_of,
 )
-from shoestring_hub.server.sight import Sight
+from shoestring_hub.server.sight import Sight, clips_of
 
 
 class AccessRule(Enum):
@@ -50,13 +51,14 @@ class AccessRule(Enum):
 
 @dataclass(frozen=True)
 class Access:
-    """The person, project, role, run and token of a request, as determined by the rule of its route."""
+    """The person, project, role, run, clip and token of a request, as determined by the rule of its route."""
 
     person: Person
     project: Project
     role: Role
     run: HubRun | None = None
     token: Token | None = None
+    clip: HubClip | None = None
 
     @property
     def writes(self) -> bool:
@@ -83,9 +85,9 @@ View = Callable[..., HttpResponse]
 def route(pattern: str, view: View, rule: AccessRule, *methods: str) -> URLPattern:
     """Create a route with its rule; all routes must be created here. The route has the name of its view.
 
-    The parameters `project` (a slug) and `run` (a number) in the pattern are resolved here: the view gets the project
-    and the run from `access_of(request)`, and all other parameters as arguments. A view that shows rows of several
-    projects has the rule `LISTING`, and takes them from `sight_of(request)`.
+    The parameters `project` (a slug), `run` and `clip` (numbers) in the pattern are resolved here: the view gets the
+    project, the run and the clip from `access_of(request)`, and all other parameters as arguments. A view that shows
+    rows of several projects has the rule `LISTING`, and takes them from `sight_of(request)`.
     """
     methods = methods or ("GET",)
     guard = _guard_program if rule in (AccessRule.TOKEN, AccessRule.TOKEN_READ, AccessRule.TOKEN_WRITE) else _guard_page
@@ -116,6 +118,13 @@ def run_of(request: HttpRequest) -> HubRun:
     return run
 
 
+def clip_of(request: HttpRequest) -> HubClip:
+    """The clip that the request's path names."""
+    clip = access_of(request).clip
+    assert clip is not None
+    return clip
+
+
 def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
     @wraps(view)
     def guarded(request: HttpRequest, **names: Any) -> HttpResponse:
@@ -133,7 +142,8 @@ def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
             access = _access_of_person(request.user, names.pop("project"), names.pop("run", None))
             if access.role < rule.value:
                 return render(request, "hub/refused.html", {"rule": rule.name.lower()}, status=403)
-            request.access = access
+            number = names.pop("clip", None)
+            request.access = access if number is None else replace(access, clip=_clip_of(access, number))
         response = view(request, **names)
         if request.method == "POST" and response.status_code < 400:
             note(view.__name__, request.user.username, request.path, getattr(request, "access", None))
@@ -158,12 +168,24 @@ def _guard_program(view: View, rule: AccessRule, methods: set[str]) -> Any:
                 raise RefusedError(405, "this address does not support the method")
             request.access = _access_of_token(request, rule)
             return view(request, **names)
-        except RefusedError as error:
-            return JsonResponse({"error": str(error)} | error.facts, status=error.status)
-        except ShoestringError as error:
-            return JsonResponse({"error": error.parts()[1]}, status=400)
+        except (RefusedError, ShoestringError) as error:
+            return refusal(error)
 
     return guarded
+
+
+def refusal(error: RefusedError | ShoestringError) -> HttpResponse:
+    """The answer to a program, or to a script of a page, whose request is refused."""
+    if isinstance(error, RefusedError):
+        return JsonResponse({"error": str(error)} | error.facts, status=error.status)
+    return JsonResponse({"error": error.parts()[1]}, status=400)
+
+
+def _clip_of(access: Access, number: int) -> HubClip:
+    clip = clips_of(access.project, access.person, access.role).filter(number=number).first()
+    if clip is None:
+        raise Http404
+    return clip
 
 
 def _access_of_person(person: Any, slug: str, number: int | None) -> Access:

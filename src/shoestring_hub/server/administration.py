@@ -61,20 +61,34 @@ def deactivate(place: Place, name: str) -> str:
 
 
 def clean(place: Place) -> str:
-    """Remove runs that were deleted longer than the grace period ago, unused chunks, and sessions that have expired."""
+    """Remove runs and clips that were deleted longer ago than the grace period, bytes that nothing refers to, and
+    sessions that have expired."""
     configure(place)
     from django.core.management import call_command
     from django.utils import timezone
 
-    from shoestring_hub.server import chunks
-    from shoestring_hub.server.models import GRACE, HubRun
+    from shoestring_hub.server import chunks, clip_files
+    from shoestring_hub.server.models import GRACE, HubClip, HubRun
 
-    old: Any = HubRun.objects.filter(deleted__lt=timezone.now() - GRACE)
-    count = old.count()
-    old.delete()
-    removed = chunks.remove_unused()
+    counts = []
+    for model in (HubRun, HubClip):
+        old: Any = model.objects.filter(deleted__lt=timezone.now() - GRACE)
+        counts.append(old.count())
+        old.delete()
+    removed = chunks.remove_unused() + clip_files.remove_unused()
     call_command("clearsessions")
-    return f"removed {count} deleted runs and {removed} chunks that no run has"
+    return f"removed {counts[0]} deleted runs, {counts[1]} deleted clips, and {removed} files that nothing refers to"
+
+
+def figures(place: Place) -> list[str]:
+    """Numbers about the hub in the text format of Prometheus, for the folder of a collector that reads such files."""
+    configure(place)
+    from shoestring_hub.server import clip_queue
+
+    lines = []
+    for name, value in clip_queue.figures().items():
+        lines += [f"# TYPE shoestring_hub_{name} gauge", f"shoestring_hub_{name} {value:g}"]
+    return lines
 
 
 def check(place: Place) -> list[str]:

@@ -12,7 +12,7 @@ from shoestring.core.errors import ShoestringError
 from shoestring.storage import foreign
 from shoestring.storage.fields import Fields
 from shoestring_hub.protocol import CHUNK, DIGEST, KEY, LOG_PART, digest
-from shoestring_hub.server import chunks, logs, runs
+from shoestring_hub.server import chunks, clips, logs, runs
 from shoestring_hub.server.access import AccessRule, RefusedError, access_of, route
 from shoestring_hub.server.models import Deposit, File, HubRun
 
@@ -30,14 +30,13 @@ def whoami(request: HttpRequest) -> HttpResponse:
 
 def open_run(request: HttpRequest, key: str) -> HttpResponse:
     """Find or create a run, begin an attempt if requested, and describe the run's log."""
-    fields, access = _body(request), access_of(request)
+    fields, access = body_of(request), access_of(request)
     if not KEY.fullmatch(key):
         raise RefusedError(400, "a run's key has 32 hexadecimal digits")
     run = runs.open_run(access, key, fields.text("name", "run"))
     if fields.flag("begin", False):
         run = logs.begin(run)
-    page = f"/{run.project.slug}/runs/{run.number}"
-    return JsonResponse(logs.describe(run) | {"number": run.number, "page": page})
+    return JsonResponse(logs.describe(run) | {"number": run.number, "page": run.address})
 
 
 def splice_log(request: HttpRequest, key: str) -> HttpResponse:
@@ -46,13 +45,13 @@ def splice_log(request: HttpRequest, key: str) -> HttpResponse:
         at, have, attempt = (int(request.GET[name]) for name in ("at", "have", "attempt"))
     except (KeyError, ValueError) as error:
         raise RefusedError(400, "`at`, `have` and `attempt` must be whole numbers") from error
-    data = _bytes(request, LOG_PART)
+    data = bytes_of(request, LOG_PART)
     return JsonResponse({"size": logs.splice(_own_run(request, key), data, at=at, have=have, attempt=attempt)})
 
 
 def missing_chunks(request: HttpRequest) -> HttpResponse:
     """List the requested chunks that the project lacks; a write-only token learns only about chunks it has sent."""
-    access, names = access_of(request), _body(request).get("digests")
+    access, names = access_of(request), body_of(request).get("digests")
     names = names if isinstance(names, list) else []
     _check_count(names)
     asked = [name for name in names if isinstance(name, str) and DIGEST.fullmatch(name)]
@@ -67,7 +66,7 @@ def missing_chunks(request: HttpRequest) -> HttpResponse:
 
 def put_chunk(request: HttpRequest, digest_: str) -> HttpResponse:
     """Store a chunk, if its name is the digest of its bytes."""
-    access, data = access_of(request), _bytes(request, CHUNK)
+    access, data = access_of(request), bytes_of(request, CHUNK)
     if digest(data) != digest_:
         raise RefusedError(400, "the bytes do not match this digest")
     try:
@@ -82,7 +81,7 @@ def put_chunk(request: HttpRequest, digest_: str) -> HttpResponse:
 def commit_files(request: HttpRequest, key: str) -> HttpResponse:
     """Set files of a run, either all or none; answers 409 with the missing chunks if the project lacks any."""
     run, access = _own_run(request, key), access_of(request)
-    files = _body(request).tables("files")
+    files = body_of(request).tables("files")
     _check_count(files)
     if missing := runs.commit(run, files, access.token):
         raise RefusedError(409, "chunks are missing", missing=missing)
@@ -91,7 +90,7 @@ def commit_files(request: HttpRequest, key: str) -> HttpResponse:
 
 def keep_only(request: HttpRequest, key: str) -> HttpResponse:
     """Remove the files of a run that its folder no longer has."""
-    run, fields = _own_run(request, key), _body(request)
+    run, fields = _own_run(request, key), body_of(request)
     runs.keep_only(run, fields.texts("paths"), checkpoints=fields.flag("checkpoints", False))
     return JsonResponse({})
 
@@ -105,7 +104,7 @@ def list_files(request: HttpRequest, number: int) -> HttpResponse:
 
 def get_chunk(request: HttpRequest, number: int) -> HttpResponse:
     """Send one chunk of a file of a run; the path is in the body, because it may be too long for a URL."""
-    run, fields = _run_to_read(request, number), _body(request)
+    run, fields = _run_to_read(request, number), body_of(request)
     file = File.objects.filter(run=run, path=fields.text("path").replace("\0", "")).first()
     if file is None or fields.count("chunk", least=0) >= len(file.chunks):
         raise RefusedError(404, "the run has no such chunk")
@@ -116,6 +115,14 @@ def get_chunk(request: HttpRequest, number: int) -> HttpResponse:
 def get_log(request: HttpRequest, number: int) -> HttpResponse:
     """The bytes of a run's log."""
     return StreamingHttpResponse(logs.read(_run_to_read(request, number)), content_type="application/octet-stream")
+
+
+def send_clip(request: HttpRequest) -> HttpResponse:
+    """Create a clip of the project or of one of its runs, or find the one that was sent before."""
+    access, fields = access_of(request), body_of(request)
+    run = _own_run(request, key) if (key := fields.text("run", "")) else None
+    clip = clips.commit(access, clips.sent(fields), run)
+    return JsonResponse({"number": clip.number, "page": clip.address})
 
 
 def _own_run(request: HttpRequest, key: str) -> HubRun:
@@ -134,16 +141,18 @@ def _run_to_read(request: HttpRequest, number: int) -> HubRun:
     return run
 
 
-def _bytes(request: HttpRequest, limit: int) -> bytes:
+def bytes_of(request: HttpRequest, limit: int) -> bytes:
+    """The body of a request, of at most `limit` bytes."""
     data = request.read(limit + 1)
     if len(data) > limit:
         raise RefusedError(413, f"the body has more than {limit:,} bytes")
     return data
 
 
-def _body(request: HttpRequest) -> Fields:
+def body_of(request: HttpRequest) -> Fields:
+    """The body of a request, a JSON object."""
     try:
-        return Fields(foreign.parse_json(_bytes(request, 8 << 20) or b"{}"), "the body", ShoestringError)
+        return Fields(foreign.parse_json(bytes_of(request, 8 << 20) or b"{}"), "the body", ShoestringError)
     except ValueError as error:
         raise RefusedError(400, f"the body is not JSON: {error}") from error
 
@@ -161,6 +170,7 @@ ROUTES: list[URLPattern] = [
     route("api/own/<str:key>/log", splice_log, AccessRule.TOKEN_WRITE, "PUT"),
     route("api/own/<str:key>/files", commit_files, AccessRule.TOKEN_WRITE, "POST"),
     route("api/own/<str:key>/keep", keep_only, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/clips", send_clip, AccessRule.TOKEN_WRITE, "POST"),
     route("api/runs/<int:number>", list_files, AccessRule.TOKEN_READ),
     route("api/runs/<int:number>/chunk", get_chunk, AccessRule.TOKEN_READ, "POST"),
     route("api/runs/<int:number>/log", get_log, AccessRule.TOKEN_READ),

@@ -1,12 +1,14 @@
-"""Backup and restore of a hub: its rows as JSON (for SQLite and PostgreSQL alike), secret key and chunks.
+"""Backup and restore of a hub: its rows as JSON (for SQLite and PostgreSQL alike), secret key, chunks and clips.
 
-Chunks never change, so a backup copies only the chunks that it lacks. Rows are read before chunks, in one transaction:
-no row of the backup refers to a chunk that arrives later, and a chunk that a row refers to stays for at least a day.
+Chunks and clips never change, so a backup copies only those that it lacks. Rows are read before them, in one
+transaction: no row of the backup refers to a file that arrives later, and one that a row refers to stays for a day.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from shoestring import figures
@@ -14,11 +16,12 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.storage import foreign
 from shoestring.storage.guarded import private_folder
 from shoestring.storage.whole import put_aside, write_atomic
-from shoestring_hub.protocol import CHUNK, digest
 from shoestring_hub.server.configure import Place, configure
 from shoestring_hub.server.serve import prepare
 
 ROWS, KEY = "rows.jsonl", "secret.key"
+FOLDERS = ("chunks", "clips")
+"""Folders of a hub with files that never change, in a folder for each project, and named by their digest."""
 
 
 def back_up(place: Place, to: Path) -> str:
@@ -41,15 +44,18 @@ def back_up(place: Place, to: Path) -> str:
             rows = model.objects.order_by("pk").iterator(chunk_size=200)
             for text in (serializers.serialize("jsonl", [row]) for row in rows):
                 file.write(text.encode())
+    from shoestring_hub.server.clip_files import read_blocks
+
     copied = 0
-    for path in sorted(place.chunks.glob("*/*/*")):
-        target = to / "chunks" / path.relative_to(place.chunks)
-        if not target.exists() and not path.name.startswith("."):
-            write_atomic(target, foreign.read_bytes(path, CHUNK))
-            copied += path.stat().st_size
+    for name in FOLDERS:
+        for path in sorted((place.folder / name).glob("*/*/*")):
+            target = to / name / path.relative_to(place.folder / name)
+            if not target.exists() and not path.name.startswith("."):
+                write_atomic(target, read_blocks(path))
+                copied += path.stat().st_size
     shutil.copyfile(place.folder / KEY, to / KEY)  # own file: serve wrote it
     (to / KEY).chmod(0o600)
-    return f"{to}: all rows, and {figures.size(copied)} of new chunks"
+    return f"{to}: all rows, and {figures.size(copied)} of new chunks and clips"
 
 
 def restore(backup: Path, place: Place) -> str:
@@ -73,7 +79,7 @@ def restore(backup: Path, place: Place) -> str:
     from django.core.management.color import no_style
     from django.db import connection, transaction
 
-    from shoestring_hub.server.models import File, Person
+    from shoestring_hub.server.models import File, HubClip, Person
 
     if Person.objects.exists():
         raise ConfigError("the database is not empty", hint="name another one with --database")
@@ -86,24 +92,37 @@ def restore(backup: Path, place: Place) -> str:
                 raise DataError(f"{backup / ROWS}: line {number} is damaged: {error}") from error
         for statement in connection.ops.sequence_reset_sql(no_style(), _models()):
             connection.cursor().execute(statement)
-    count = _copy_chunks(backup, place)
-    for project, named in File.objects.values_list("run__project", "chunks").iterator():
-        for name in named:
-            if not (place.chunks / str(project) / name[:2] / name).is_file():
-                raise DataError(f"the backup lacks the chunk {name}")
+    count = _copy_files(backup, place)
+    rows = [*File.objects.values_list("run__project", "chunks"), *HubClip.objects.values_list("project", "chunks")]
+    needed = [("chunks", project, name) for project, named in rows for name in named]
+    for project, *named in HubClip.objects.values_list("project", "video", "poster"):
+        needed += [("clips", project, name) for name in named if name]
+    for folder, project, name in needed:
+        if not (place.folder / folder / str(project) / name[:2] / name).is_file():
+            raise DataError(f"the backup lacks the file {name} of `{folder}`")
     call_command("clearsessions")
-    return f"{place.folder}: all rows and {count} chunks, each of them checked"
+    return f"{place.folder}: all rows and {count} chunks and clips, each of them checked"
 
 
-def _copy_chunks(backup: Path, place: Place) -> int:
+def _copy_files(backup: Path, place: Place) -> int:
     count = 0
-    for path in sorted((backup / "chunks").glob("*/*/*")):
-        data = foreign.read_bytes(path, CHUNK)
-        if digest(data) != path.name:
-            raise DataError(f"`{path}` is damaged: its bytes do not match the digest in its name")
-        write_atomic(place.chunks / path.relative_to(backup / "chunks"), data)
-        count += 1
+    for name in FOLDERS:
+        for path in sorted((backup / name).glob("*/*/*")):
+            write_atomic(place.folder / name / path.relative_to(backup / name), _checked(path))
+            count += 1
     return count
+
+
+def _checked(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file; raises DataError at the end if they do not match the digest in its name."""
+    from shoestring_hub.server.clip_files import read_blocks
+
+    checked = hashlib.sha256()
+    for block in read_blocks(path):
+        checked.update(block)
+        yield block
+    if checked.hexdigest() != path.name:
+        raise DataError(f"`{path}` is damaged: its bytes do not match the digest in its name")
 
 
 def _models() -> list[type]:
@@ -111,5 +130,6 @@ def _models() -> list[type]:
     from shoestring_hub.server import models
 
     names = ("Person", "Project", "Member", "Invitation", "Token", "Deposit", "HubRun", "Tag", "File", "Segment")
-    names += ("ValueKey", "Points", "RunValue", "Comment", "Mention", "Follow", "AuditEvent")
+    names += ("ValueKey", "Points", "RunValue", "HubClip", "ClipJob", "ClipShare", "Comment", "Mention", "Follow")
+    names += ("AuditEvent",)
     return [getattr(models, name) for name in names]

@@ -1,4 +1,4 @@
-"""Comments on runs: writing, changing, hiding, and who sees which of them."""
+"""Comments on runs and clips: writing, changing, hiding, and who sees which of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from django.utils import timezone
 
 from shoestring_hub.server.access import Access
 from shoestring_hub.server.markdown import mentioned
-from shoestring_hub.server.models import AuditEvent, Comment, HubRun, Member, Mention, Person
+from shoestring_hub.server.models import AuditEvent, Comment, HubClip, HubRun, Member, Mention, Person
 
 COMMENTS = 5000
-"""Maximum number of comments on a run, deleted ones included."""
+"""Maximum number of comments on a run or clip, deleted ones included."""
 WRITES, PERIOD = 60, timedelta(minutes=10)
 """Number of times that a person may comment, edit and follow in a period."""
 LIMITED = ("post_comment", "edit_comment", "follow_person", "follow_project")
@@ -34,20 +34,21 @@ def writes_too_often(person: Person) -> bool:
     return acts.count() >= WRITES
 
 
-def visible_comments(access: Access, run: HubRun) -> QuerySet[Comment]:
-    """Comments on a run, oldest first; hidden ones only for their author and for owners of the project."""
-    comments = Comment.objects.filter(run=run, deleted=None).select_related("person").order_by("number")
+def visible_comments(access: Access, target: HubRun | HubClip) -> QuerySet[Comment]:
+    """Comments on a run or clip, oldest first; hidden ones only for their author and for owners of the project."""
+    comments: QuerySet[Comment] = target.comments.filter(deleted=None).select_related("person").order_by("number")
     return comments if access.owns else comments.filter(Q(hidden=None) | Q(person=access.person))
 
 
-def post(access: Access, run: HubRun, text: str) -> Comment | None:
-    """Add a comment to a run; None if the run has `COMMENTS` already."""
+def post(access: Access, target: HubRun | HubClip, text: str) -> Comment | None:
+    """Add a comment to a run or clip; None if it has `COMMENTS` already."""
     with transaction.atomic():
-        HubRun.objects.select_for_update().get(pk=run.pk)  # the lock prevents two comments from taking one number
-        newest = Comment.objects.filter(run=run).aggregate(newest=Max("number"))["newest"] or 0
+        # The lock prevents two comments from taking one number.
+        type(target).objects.select_for_update().get(pk=target.pk)
+        newest = target.comments.aggregate(newest=Max("number"))["newest"] or 0
         if newest >= COMMENTS:
             return None
-        comment = Comment.objects.create(run=run, number=newest + 1, person=access.person, text=text)
+        comment = target.comments.create(number=newest + 1, person=access.person, text=text)
         _store_mentions(comment)
     return comment
 
@@ -73,6 +74,6 @@ def _store_mentions(comment: Comment) -> None:
     Mention.objects.filter(comment=comment).delete()
     if "@" not in comment.text:
         return
-    names = dict(Member.objects.filter(project=comment.run.project_id).values_list("person__username", "person"))
+    names = dict(Member.objects.filter(project=comment.target.project_id).values_list("person__username", "person"))
     people = sorted(names[name] for name in mentioned(comment.text, names))
     Mention.objects.bulk_create(Mention(comment=comment, person_id=person) for person in people)

@@ -56,6 +56,16 @@ class Place:
         return self.folder / "chunks"
 
     @property
+    def clips(self) -> Path:
+        """Folder of the converted clips of all projects."""
+        return self.folder / "clips"
+
+    @property
+    def work(self) -> Path:
+        """Folder in which clips are converted."""
+        return self.folder / "work"
+
+    @property
     def bundles(self) -> Path:
         """Folder of scripts and styles that `serve` joins, so that browsers fetch fewer files."""
         return self.folder / "bundles"
@@ -81,7 +91,24 @@ class Opening:
 FAST = Opening()
 
 
-def configure(place: Place, opening: Opening = FAST) -> None:
+@dataclass(frozen=True)
+class ClipService:
+    """Whether and how the hub takes clips."""
+
+    workers: int = 1
+    """Number of processes that convert clips."""
+    quota: float = 20.0
+    """Maximum size of the clips of a project, in gigabytes."""
+    accel: str = ""
+    """Address below which nginx sends the folder of clips; empty if the hub sends them itself."""
+    off: str = ""
+    """Why the hub takes no clips; empty if it takes them."""
+
+
+CLIPS = ClipService()
+
+
+def configure(place: Place, opening: Opening = FAST, clips: ClipService = CLIPS) -> None:
     """Configure Django; call this once per process, before importing any other module of the server.
 
     Raises:
@@ -94,16 +121,17 @@ def configure(place: Place, opening: Opening = FAST) -> None:
         raise ConfigError(f"the hub needs Django ({error})", hint='pip install "shoestring[hub]"') from error
     private_folder(place.folder.parent.resolve(), place.folder.name)
     place.bundles.mkdir(exist_ok=True)
-    settings.configure(**django_settings(place, opening))
+    settings.configure(**django_settings(place, opening, clips))
     django.setup()
 
 
-def django_settings(place: Place, opening: Opening = FAST) -> dict[str, Any]:
+def django_settings(place: Place, opening: Opening = FAST, clips: ClipService = CLIPS) -> dict[str, Any]:
     """Django's settings. Only with a host name are cookies restricted to TLS and browsers told to insist on TLS."""
     tls = bool(place.name)
     return {
         "HUB": place,
         "HUB_OPENING": opening,
+        "HUB_CLIPS": clips,
         "SECRET_KEY": _secret_key(place.folder / "secret.key"),
         "DEBUG": False,
         "ALLOWED_HOSTS": [place.name] if tls else list(LOOPBACK),

@@ -1,4 +1,4 @@
-"""The hub's tables. Chunks of files are not in the database, but in the folder of their project (see `chunks.py`)."""
+"""The hub's tables. Chunks of files and converted clips lie in folders: see `chunks.py` and `clip_files.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMENT = 5000
 """Maximum length of a comment, in characters."""
 INVITED_FOR = timedelta(days=7)
 GRACE = timedelta(days=30)
-"""Period during which a deleted run can be restored."""
+"""Period during which a deleted run or clip can be restored."""
 
 
 class Role(models.IntegerChoices):
@@ -125,6 +125,11 @@ class HubRun(models.Model):
             models.UniqueConstraint(fields=["project", "number"], name="one_run_per_number"),
         ]
 
+    @property
+    def address(self) -> str:
+        """Path of the run's page."""
+        return f"/{self.project.slug}/runs/{self.number}"
+
 
 class Tag(models.Model):
     """A keyword for finding runs."""
@@ -200,12 +205,82 @@ class RunValue(models.Model):
         constraints = [models.UniqueConstraint(fields=["run", "key"], name="one_value_per_key")]
 
 
-class Comment(models.Model):
-    """A comment on a run. A comment that its author has deleted keeps its number, but not its text."""
+class HubClip(models.Model):
+    """A video that belongs to a project, or to one of its runs; its `ClipJob` says how far the conversion is."""
 
-    run = models.ForeignKey(HubRun, models.CASCADE, related_name="comments")
+    project = models.ForeignKey(Project, models.CASCADE, related_name="clips")
+    run = models.ForeignKey(HubRun, models.CASCADE, null=True, related_name="clips")
     number = models.PositiveIntegerField()
-    """Number of the comment on its run; counted per run, so that it reveals nothing about other projects."""
+    """Number of the clip within its project; counted per project, so that it reveals nothing about other projects."""
+    key = models.CharField(max_length=64)
+    """Digest of what was uploaded and of what it belongs to, so that a repeated upload finds the clip."""
+    name = models.CharField(max_length=NAME)
+    notes = models.TextField(blank=True, max_length=50_000)
+    person = models.ForeignKey(Person, models.PROTECT, related_name="clips")
+    created = models.DateTimeField(default=timezone.now, db_index=True)
+    chunks = models.JSONField(default=list)
+    """Chunks of the uploaded file; empty once the clip is converted."""
+    size = models.BigIntegerField()
+    """Bytes that the clip takes: those of the uploaded file, then those of the video and its poster."""
+    video = models.CharField(max_length=64, blank=True)
+    """Digest of the converted video; empty until there is one. Digests are the names of files (see `clip_files.py`)."""
+    poster = models.CharField(max_length=64, blank=True)
+    """Digest of the picture that is shown before the video plays."""
+    width = models.PositiveIntegerField(default=0)
+    height = models.PositiveIntegerField(default=0)
+    seconds = models.FloatField(default=0)
+    hidden = models.DateTimeField(null=True)
+    """When an owner hid the clip; owners and the person who sent it still see it."""
+    deleted = models.DateTimeField(null=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["project", "key"], name="one_clip_per_key"),
+            models.UniqueConstraint(fields=["project", "number"], name="one_clip_per_number"),
+        ]
+
+    @property
+    def address(self) -> str:
+        """Path of the clip's page."""
+        return f"/{self.project.slug}/clips/{self.number}"
+
+
+class ClipJob(models.Model):
+    """The conversion of a clip. A worker that holds the job has a lease: each new holder gets the next epoch, and what
+    a holder of an earlier epoch writes is refused."""
+
+    WAITING, HELD, DONE, FAILED = "waiting", "held", "done", "failed"
+
+    clip = models.OneToOneField(HubClip, models.CASCADE, related_name="job")
+    state = models.CharField(max_length=7, default=WAITING, db_index=True)
+    epoch = models.PositiveIntegerField(default=0)
+    tries = models.PositiveIntegerField(default=0)
+    due = models.DateTimeField(default=timezone.now)
+    """When a worker may take the job; for a held job, the end of the lease."""
+    progress = models.FloatField(default=0)
+    """Fraction of the clip that has been converted."""
+    reason = models.CharField(max_length=TEXT, blank=True)
+    """Why the last attempt failed, in words for the person who sent the clip."""
+
+
+class ClipShare(models.Model):
+    """A link by which whoever has it sees one clip, without signing in, until the link expires or is revoked."""
+
+    clip = models.ForeignKey(HubClip, models.CASCADE, related_name="shares")
+    digest = models.CharField(max_length=64, unique=True)
+    days = models.PositiveSmallIntegerField()
+    made_by = models.ForeignKey(Person, models.CASCADE)
+    """An owner of the project; the link ends when this person is no longer an owner, or is deactivated."""
+    created = models.DateTimeField(default=timezone.now)
+
+
+class Comment(models.Model):
+    """A comment on a run or a clip. A comment that its author has deleted keeps its number, but not its text."""
+
+    run = models.ForeignKey(HubRun, models.CASCADE, null=True, related_name="comments")
+    clip = models.ForeignKey(HubClip, models.CASCADE, null=True, related_name="comments")
+    number = models.PositiveIntegerField()
+    """Number of the comment on its run or clip; counted for each, so that it reveals nothing about other projects."""
     person = models.ForeignKey(Person, models.PROTECT, related_name="comments")
     text = models.TextField(max_length=COMMENT)
     created = models.DateTimeField(default=timezone.now, db_index=True)
@@ -215,7 +290,21 @@ class Comment(models.Model):
     deleted = models.DateTimeField(null=True)
 
     class Meta:
-        constraints = [models.UniqueConstraint(fields=["run", "number"], name="one_comment_per_number")]
+        constraints = [
+            models.UniqueConstraint(fields=["run", "number"], name="one_comment_per_number"),
+            models.UniqueConstraint(fields=["clip", "number"], name="one_clip_comment_per_number"),
+            models.CheckConstraint(
+                condition=models.Q(run=None, clip__isnull=False) | models.Q(run__isnull=False, clip=None),
+                name="comment_on_one_thing",
+            ),
+        ]
+
+    @property
+    def target(self) -> HubRun | HubClip:
+        """What the comment is on."""
+        target = self.run or self.clip
+        assert target is not None
+        return target
 
 
 class Mention(models.Model):

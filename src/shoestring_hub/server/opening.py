@@ -26,7 +26,21 @@ from shoestring_hub.server.access import AccessRule, route
 from shoestring_hub.server.texts import FORM_TOKEN, Marks, form_token_mark, marked, texts, whole
 
 PAGES = frozenset(
-    {"account", "compare", "feed", "following", "home", "people", "person", "run", "runs", "search", "tokens"}
+    {
+        "account",
+        "clip",
+        "clips",
+        "compare",
+        "feed",
+        "following",
+        "home",
+        "people",
+        "person",
+        "run",
+        "runs",
+        "search",
+        "tokens",
+    }
 )
 """Names of the routes whose pages are taken apart and fetched ahead. Their GET must not change anything."""
 LINK_BYTES = 150_000

@@ -80,17 +80,12 @@ def commit(run: HubRun, files: Sequence[Mapping[str, Any]], token: Token | None 
         RefusedError: an entry is malformed.
     """
     entries = [_checked(entry) for entry in files]
-    named = {chunk for entry in entries for chunk in entry.chunks}
-    allowed = named
-    if token is not None and token.write_only:
-        allowed = set(Deposit.objects.filter(token=token, digest__in=named).values_list("digest", flat=True))
-    missing = [chunk for chunk in sorted(named) if chunk not in allowed or not chunks.touch(run.project_id, chunk)]
+    missing = missing_chunks(run.project_id, {chunk for entry in entries for chunk in entry.chunks}, token)
     if missing:
         return missing
     for entry in entries:
         entry.run, entry.changed = run, timezone.now()
-        sizes = [chunks.path_of(run.project_id, chunk).stat().st_size for chunk in entry.chunks]
-        if sum(sizes) != entry.size or any(size != CHUNK for size in sizes[:-1]):
+        if not chunks.add_up(run.project_id, entry.chunks, entry.size):
             raise RefusedError(400, f"the chunks of `{entry.path}` do not add up to the size of the file")
     with transaction.atomic():
         HubRun.objects.select_for_update().get(pk=run.pk)  # the lock prevents two commits from counting files at once
@@ -106,6 +101,14 @@ def commit(run: HubRun, files: Sequence[Mapping[str, Any]], token: Token | None 
         if any(entry.path in DESCRIBING for entry in entries):
             describe(run)
     return []
+
+
+def missing_chunks(project: int, named: set[str], token: Token | None) -> list[str]:
+    """Chunks that a project lacks; for a write-only token, also those that were not sent with it."""
+    allowed = named
+    if token is not None and token.write_only:
+        allowed = set(Deposit.objects.filter(token=token, digest__in=named).values_list("digest", flat=True))
+    return [chunk for chunk in sorted(named) if chunk not in allowed or not chunks.touch(project, chunk)]
 
 
 def _checked(entry: Mapping[str, Any]) -> File:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.storage.whole import write_atomic
-from shoestring_hub.server.configure import FAST, LOOPBACK, STATIC, Opening, Place, configure
+from shoestring_hub.server.configure import CLIPS, FAST, LOOPBACK, STATIC, ClipService, Opening, Place, configure
+from shoestring_hub.server.sandbox import fault
 
 log = logging.getLogger("shoestring")
 KEPT_OPEN = 30
@@ -33,8 +34,8 @@ class Listening:
     key: Path | None = None
 
 
-def serve(place: Place, listening: Listening, opening: Opening = FAST) -> int:
-    """Migrate the database, and serve until a signal stops the server.
+def serve(place: Place, listening: Listening, opening: Opening = FAST, clips: ClipService = CLIPS) -> int:
+    """Migrate the database, and serve and convert clips until a signal stops the server.
 
     Raises:
         ConfigError: other machines would reach the hub without TLS, or the host name is missing.
@@ -46,13 +47,20 @@ def serve(place: Place, listening: Listening, opening: Opening = FAST) -> int:
         raise ConfigError(f"the hub listens without TLS on loopback only, not on `{listening.host}`", hint=hint)
     if tls and not place.name:
         raise ConfigError("--name is missing: the host name in the certificate", hint="add --name hub.example.org")
-    configure(place, opening)
+    clips = replace(clips, off=_fault_of_clips(clips))
+    configure(place, opening, clips)
     prepare()
     from gunicorn.app.base import BaseApplication
 
     from shoestring_hub.server.texts import texts
 
     texts()  # compiles the templates once, for all workers
+    if clips.off:
+        print(f"clips are off: {clips.off}", flush=True)
+    else:
+        from shoestring_hub.server.clip_worker import start
+
+        start(clips.workers)
 
     class Hub(BaseApplication):
         """The web server of the Django project configured in this process; workers are forked from this process."""
@@ -82,6 +90,14 @@ def serve(place: Place, listening: Listening, opening: Opening = FAST) -> int:
 
     Hub().run()
     return 0
+
+
+def _fault_of_clips(clips: ClipService) -> str:
+    if clips.quota <= 0:
+        raise ConfigError("--clip-quota must be positive", hint="--clip-workers 0 switches clips off")
+    if clips.accel and not (clips.accel.startswith("/") and clips.accel.endswith("/")):
+        raise ConfigError(f"--clip-accel `{clips.accel}` must begin and end with a slash", hint="--clip-accel /sent/")
+    return "the hub was started with --clip-workers 0" if clips.workers < 1 else fault()
 
 
 def _say_address(server: Any, tls: bool, name: str) -> None:

@@ -7,7 +7,20 @@ from typing import Any
 
 from django.db.models import Q, QuerySet
 
-from shoestring_hub.server.models import Comment, Follow, HubRun, Member, Person, Project, Role
+from shoestring_hub.server.models import ClipJob, Comment, Follow, HubClip, HubRun, Member, Person, Project, Role
+
+
+def clips_of(project: Project, person: Any, role: Role) -> QuerySet[HubClip]:
+    """Clips of a project that a person with this role may see.
+
+    Hidden ones are only for owners and for who sent them; deleted ones, and those of deleted runs, only for writers.
+    """
+    clips = HubClip.objects.filter(project=project)
+    if role < Role.OWNER:
+        clips = clips.filter(Q(hidden=None) | Q(person=person))
+    if role < Role.WRITER:
+        clips = clips.filter(deleted=None, run__deleted=None)
+    return clips.select_related("project", "run", "person", "job")
 
 
 @dataclass(frozen=True)
@@ -28,11 +41,22 @@ class Sight:
         """Runs of the person's projects, without deleted ones."""
         return HubRun.objects.filter(project__in=self._shared, deleted=None)
 
+    @property
+    def _owned(self) -> QuerySet[Any]:
+        return Member.objects.filter(person=self.person, role=Role.OWNER).values("project")
+
+    def clips(self) -> QuerySet[HubClip]:
+        """Converted clips of the person's projects; hidden ones only for who sent them and for owners."""
+        visible = Q(hidden=None) | Q(person=self.person) | Q(project__in=self._owned)
+        clips = HubClip.objects.filter(visible, project__in=self._shared, deleted=None, run__deleted=None)
+        return clips.filter(job__state=ClipJob.DONE)
+
     def comments(self) -> QuerySet[Comment]:
-        """Comments on these runs; hidden ones only for their author and for owners of the project."""
-        owned = Member.objects.filter(person=self.person, role=Role.OWNER).values("project")
-        visible = Q(hidden=None) | Q(person=self.person) | Q(run__project__in=owned)
-        return Comment.objects.filter(visible, run__project__in=self._shared, run__deleted=None, deleted=None)
+        """Comments on these runs and clips; hidden ones only for their author and for owners of the project."""
+        owned = Q(run__project__in=self._owned) | Q(clip__project__in=self._owned)
+        visible = Q(hidden=None) | Q(person=self.person) | owned
+        there = Q(run__in=self.runs().values("pk")) | Q(clip__in=self.clips().values("pk"))
+        return Comment.objects.filter(visible, there, deleted=None)
 
     def people(self) -> QuerySet[Person]:
         """People with a role in one of the person's projects, the person included."""

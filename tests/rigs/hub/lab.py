@@ -41,6 +41,24 @@ class Lab:
 
         return runs.open_run(self.access_of(person), f"{next(_numbers):032x}", name)
 
+    def clip(self, role: Any = "writer", run: Any = None, data: bytes = b"", state: str = "done", **fields: Any) -> Any:
+        """A clip that a person, or the one of a role, has sent; `data` are stored as its video and poster."""
+        from shoestring_hub.protocol import digest
+        from shoestring_hub.server import clip_files
+        from shoestring_hub.server.models import ClipJob, HubClip
+
+        person = self.people[role] if isinstance(role, str) else role
+        number = next(_numbers) + 1
+        if data:
+            path = clip_files.path_of(self.project.pk, digest(data))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            fields = {"video": digest(data), "poster": digest(data), "width": 64, "height": 48, "seconds": 2} | fields
+        values = {"key": f"{number:064}", "name": f"clip {number}", "size": max(1, len(data)), "run": run} | fields
+        clip = HubClip.objects.create(project=self.project, number=number, person=person, **values)
+        ClipJob.objects.create(clip=clip, state=state)
+        return clip
+
     def comment(self, role: Any, text: str, run: Any = None, **fields: Any) -> Any:
         """Comment as a person, or as the one of a role; `fields` are set afterwards."""
         from shoestring_hub.server import comments

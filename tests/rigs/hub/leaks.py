@@ -1,4 +1,4 @@
-"""Tries to reach another project's runs by every route of the hub, as everybody who may not.
+"""Tries to reach another project's runs and clips by every route of the hub, as everybody who may not.
 
 Django must be configured. What may be seen by whom is computed from the rule of each route; that routes have the right
 rules is for a test to say.
@@ -20,7 +20,7 @@ from django.urls import URLPattern
 from django.utils import timezone
 
 from shoestring_hub.protocol import digest
-from shoestring_hub.server import chunks, comments, logs, models, runs
+from shoestring_hub.server import chunks, clip_files, comments, logs, models, runs
 from shoestring_hub.server.access import Access, AccessRule
 from shoestring_hub.server.models import (
     Comment,
@@ -106,11 +106,37 @@ class Side:
             access = Access(self.people[name], self.project, Role.OWNER)
             comments.post(access, run, f"{text} {word} @{self.people['writer'].username}")
         Comment.objects.filter(run=run, number=2).update(hidden=timezone.now())
+        self._fill_clips()
         follow = models.Follow.objects.create
         follow(follower=self.people["writer"], person=self.people["reader"])
         follow(follower=self.people["removed"], person=self.people["reader"])
         follow(follower=self.people["writer"], project=self.project)
         self.run.refresh_from_db()
+
+    def _fill_clips(self) -> None:
+        """A converted clip of the run, and a hidden one of the project; what is stored as its video is the word."""
+        names = [digest(self.word.encode())] * 2
+        path = clip_files.path_of(self.project.pk, names[0])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.word)
+        for number in range(1, 3 if self.slug == "beta" else 5):
+            self.clip = models.HubClip.objects.create(
+                project=self.project,
+                run=self.run if number % 2 else None,
+                number=number,
+                key=f"{number:064}",
+                name=f"clip {self.word}",
+                notes=f"notes {self.word}",
+                person=self.people["reader"],
+                size=1,
+                video=names[0],
+                poster=names[1],
+                hidden=None if number % 2 else timezone.now(),
+            )
+            models.ClipJob.objects.create(clip=self.clip, state=models.ClipJob.DONE)
+            access = Access(self.people["reader"], self.project, Role.OWNER)
+            comments.post(access, self.clip, f"on a clip {self.word} @{self.people['writer'].username}")
+        self.clip = models.HubClip.objects.get(project=self.project, number=1)
 
     def names(self) -> dict[str, Any]:
         """Arguments of routes that lead to this side."""
@@ -121,6 +147,9 @@ class Side:
             "key": self.run.key,
             "path": "file.txt",
             "comment": 1,
+            "clip": self.clip.number,
+            "share": 1,
+            "signed": "guessed",
             "name": self.people["reader"].username,
             "digest_": self.digests[0],
             "person": self.people["reader"].pk,
@@ -137,11 +166,13 @@ class Side:
 
     def rows(self) -> str:
         """All that the database has of this side, but when tokens were used."""
-        of_project = (models.Member, models.Invitation, models.HubRun, models.ValueKey)
+        of_project = (models.Member, models.Invitation, models.HubRun, models.HubClip, models.ValueKey)
         found = [one for model in of_project for one in model.objects.filter(project=self.project)]
         of_run = (models.File, models.Segment, models.Points, models.RunValue, models.Tag, Comment)
         found += [one for model in of_run for one in model.objects.filter(run__project=self.project)]
         found += [Project.objects.get(pk=self.project.pk)]
+        of_clip = (models.ClipJob, models.ClipShare, Comment)
+        found += [one for model in of_clip for one in model.objects.filter(clip__project=self.project)]
         found += models.Mention.objects.filter(comment__run__project=self.project)
         found += models.Follow.objects.filter(Q(project=self.project) | Q(person__in=[*self.people.values()]))
         tokens = Token.objects.filter(project=self.project).values_list("digest", flat=True)
@@ -220,7 +251,10 @@ class Attempts:
 
 
 def attack(own: Side, other: Side, methods: tuple[str, ...] = METHODS) -> Attempts:
-    """Try every route by every method as everybody; whoever may see the project is a control: that it can be seen."""
+    """Try every route as everybody, by some methods; without any, by those that the route has.
+
+    Whoever may see the project is a control: that it can be seen.
+    """
     attempts, before = Attempts(), other.rows()
     for actor in actors(own, other):
         for pattern in urlpatterns:
@@ -236,14 +270,18 @@ def attack(own: Side, other: Side, methods: tuple[str, ...] = METHODS) -> Attemp
                         attempts.admitted += asked.status_code == 200
                     continue
                 at_home = actor.name.startswith(own.slug) and (in_own or bool(actor.token))  # numbers mean own runs
-                for method in ("GET", "HEAD") if at_home and in_own else methods:
+                for method in ("GET", "HEAD") if at_home and in_own else methods or pattern.callback.methods:
                     data = {"deleted": "yes", "role": 3, "notes": "changed", "digests": other.digests, "name": "x"}
                     data |= {"path": "file.txt", "chunk": 0, "files": [], "paths": []}
                     query = f"path=file.txt&chunk=0&run={other.run.number}"
                     range_ = {"Range": "bytes=0-1"} if method == "GET" else {}
                     answer = actor.ask(method, f"{path}?{query}", data, **range_)
                     attempts.look(
-                        actor, f"{method} {path}", answer, other.word, (*REFUSALS, 200, 205) if at_home else REFUSALS
+                        actor,
+                        f"{method} {path}",
+                        answer,
+                        other.word,
+                        (*REFUSALS, 200, 205, 206) if at_home else REFUSALS,
                     )
     _attack_chunks(attempts, own, other)
     _attack_lists(attempts, own, other)
@@ -283,7 +321,8 @@ def _attack_lists(attempts: Attempts, own: Side, other: Side) -> None:
     for name in ROLES:
         client = Client()
         client.force_login(own.people[name])
-        for path in ("/", f"/{own.slug}/", f"/{own.slug}/runs.csv", f"/{own.slug}/compare?run=1&run=2", "/account"):
+        pages = ("", "clips", "runs.csv", "compare?run=1&run=2")
+        for path in ("/", "/account", *(f"/{own.slug}/{page}" for page in pages)):
             attempts.tried += 1
             answer = client.get(path)
             body = b"".join(answer.streaming_content) if answer.streaming else answer.content
@@ -307,7 +346,9 @@ def _attack_listings(attempts: Attempts, own: Side, other: Side, methods: tuple[
                 answer = actor.ask("GET", f"{path}?{queries[0]}")
                 attempts.admitted += other.slug in answer.content.decode()
                 continue
-            for method, query in itertools.product(methods, queries if pattern.name == "search" else queries[-1:]):
+            for method, query in itertools.product(
+                methods or pattern.callback.methods, queries if pattern.name == "search" else queries[-1:]
+            ):
                 answer = actor.ask(method, f"{path}?{query}", {"follow": "yes"})
                 attempts.tried += 1
                 told = answer.content.decode().replace(f'value="{other.word}"', "")  # the search repeats its question

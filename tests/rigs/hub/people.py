@@ -58,16 +58,25 @@ from django.core.management import call_command
 from django.db import connection
 with connection.constraint_checks_disabled():
     call_command("migrate", "hub", "0001", verbosity=0)
-from shoestring_hub.server.models import HubRun, Person, Project
+from django.utils import timezone
+from shoestring_hub.server.models import Comment, HubRun, Person, Project
 from shoestring_hub.server.serve import prepare
 from shoestring_hub.server.text_search import matching
 project, person = Project.objects.create(slug="old", notes="antediluvian"), Person.objects.create_user("p")
 HubRun.objects.create(project=project, person=person, number=1, key="k", name="old run", notes="palimpsest")
+with connection.constraint_checks_disabled():
+    call_command("migrate", "hub", "0002", verbosity=0)
+with connection.cursor() as cursor:
+    text = "INSERT INTO hub_comment (run_id, number, person_id, text, created) VALUES (1, 1, 1, 'a fossil', %s)"
+    cursor.execute(text, [timezone.now()])
 prepare()
 call_command("makemigrations", check=True, dry_run=True, verbosity=0)
-print(matching(HubRun.objects.all(), ["palimp"]).count(), matching(Project.objects.all(), ["antediluvian"]).count())
+HubRun.objects.get().comments.create(number=2, person=person, text="a fossilised leaf")
+found = [matching(HubRun.objects.all(), ["palimp"]), matching(Project.objects.all(), ["antediluvian"])]
+found += [matching(Comment.objects.all(), [word]) for word in ("fossil", "leaf")]
+print(*(rows.count() for rows in found))
 """
-"""A hub of the first version that is upgraded; and a check that the migrations make what the models say."""
+"""A hub of the first version that is upgraded twice; and a check that the migrations make what the models say."""
 
 
 def newcomer(server: HubServer, owner: Visitor, slug: str, role: int) -> Visitor:
@@ -137,7 +146,7 @@ def _encoded(query: str, slug: str) -> str:
 
 
 def upgraded(folder: Path, database: str = "") -> str:
-    """How many runs and projects of a hub of the first version are found after the upgrade, as printed, or errors."""
+    """How many runs, projects and comments of former versions are found after the upgrades, as printed, or errors."""
     command = [sys.executable, "-c", UPGRADE, str(folder), database]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else done.stderr

@@ -1,10 +1,11 @@
 """Tables for comments, mentions and follows, and the indexes of the full-text search.
 
 Triggers keep the indexes up to date, so no way of writing a row can forget them. SQLite drops the triggers of a table
-that a migration remakes: a later migration that alters one of `INDEXED` must call `create_indexes` afterwards.
+that a migration remakes: a later migration that alters one of `INDEXED` must call `index_tables` afterwards.
 """
 
 import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import django.db.models.deletion
@@ -48,10 +49,15 @@ POSTGRESQL = (
 
 def create_indexes(apps: Any, schema_editor: Any) -> None:
     """Create the index of each table in `INDEXED`, with what the table holds already."""
+    index_tables(schema_editor, INDEXED)
+
+
+def index_tables(schema_editor: Any, tables: Mapping[str, Sequence[str]]) -> None:
+    """Create the index of some tables, over these columns. SQLite replaces an index that has lost its triggers."""
     vendor = schema_editor.connection.vendor
     if vendor == "postgresql":
         schema_editor.execute(WORDS_OF, params=None)
-    for table, columns in INDEXED.items():
+    for table, columns in tables.items():
         names = {
             "table": table,
             "columns": ", ".join(columns),

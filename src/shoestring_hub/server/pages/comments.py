@@ -1,4 +1,4 @@
-"""Comments on the page of a run: reading, writing, editing, deleting and hiding them."""
+"""Comments on the pages of runs and clips: reading, writing, editing, deleting and hiding them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from django.core.exceptions import ValidationError
 from django.core.paginator import Paginator
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
-from django.urls import URLPattern, reverse
+from django.urls import URLPattern
 from django.utils import timezone
 
 from shoestring_hub.server import comments
 from shoestring_hub.server.access import AccessRule, access_of, route, run_of
-from shoestring_hub.server.models import COMMENT, Comment, HubRun
+from shoestring_hub.server.models import COMMENT, Comment, HubClip, HubRun
 
 SHOWN = 50
 """Number of comments on a page."""
@@ -50,9 +50,9 @@ def limited(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
 
 
 def comments_of(request: HttpRequest) -> dict[str, Any]:
-    """Template variables for the comments on the run of a request; the newest page unless the URL names another."""
-    access, run = access_of(request), run_of(request)
-    visible = comments.visible_comments(access, run)
+    """Template variables for the comments on a request's run or clip; the newest page unless the URL names another."""
+    access, target = access_of(request), _target_of(request)
+    visible = comments.visible_comments(access, target)
     pages = Paginator(visible, SHOWN)
     linked = request.GET.get("comment", "")
     if linked.isascii() and linked.isdecimal() and len(linked) < 9:
@@ -60,22 +60,27 @@ def comments_of(request: HttpRequest) -> dict[str, Any]:
     else:
         number = request.GET.get("comments", pages.num_pages)
     names = frozenset(access.project.people.values_list("username", flat=True))
-    return {"comments": pages.get_page(number), "members": names, "comment_limit": COMMENT}
+    shown = {"comments": pages.get_page(number), "members": names, "comment_limit": COMMENT}
+    return shown | {"target": target, "comments_at": f"{target.address}/comments"}
+
+
+def _target_of(request: HttpRequest) -> HubRun | HubClip:
+    return access_of(request).clip or run_of(request)
 
 
 @limited
 def post_comment(request: HttpRequest) -> HttpResponse:
-    """Comment on a run."""
-    access, run = access_of(request), run_of(request)
-    if run.deleted:
+    """Comment on a run or clip."""
+    access, target = access_of(request), _target_of(request)
+    if target.deleted:
         raise Http404
     form = _form(request)
     if form.is_valid():
-        comment = comments.post(access, run, form.cleaned_data["text"])
+        comment = comments.post(access, target, form.cleaned_data["text"])
         if comment is not None:
-            return _show(run, comment)
-        form.add_error(None, f"A run has at most {comments.COMMENTS:,} comments.")
-    return render(request, "hub/comment.html", {"form": form, "run": run}, status=400)
+            return _show(target, comment)
+        form.add_error(None, f"There are at most {comments.COMMENTS:,} comments on one page.")
+    return render(request, "hub/comment.html", {"form": form, "target": target}, status=400)
 
 
 @limited
@@ -83,24 +88,23 @@ def edit_comment(request: HttpRequest, comment: int) -> HttpResponse:
     """Change the text of one's own comment."""
     edited, form = _own(request, comment), _form(request)
     if not form.is_valid():
-        return render(request, "hub/comment.html", {"form": form, "run": run_of(request)}, status=400)
+        return render(request, "hub/comment.html", {"form": form, "target": _target_of(request)}, status=400)
     comments.edit(edited, form.cleaned_data["text"])
-    return _show(run_of(request), edited)
+    return _show(_target_of(request), edited)
 
 
 def delete_comment(request: HttpRequest, comment: int) -> HttpResponse:
     """Delete one's own comment."""
     comments.delete(_own(request, comment))
-    run = run_of(request)
-    return redirect(reverse("run", kwargs={"project": run.project.slug, "run": run.number}) + "#comments")
+    return redirect(f"{_target_of(request).address}#comments")
 
 
 def hide_comment(request: HttpRequest, comment: int) -> HttpResponse:
     """Hide a comment from everybody but its author and the owners of the project, or show it again."""
-    hidden = get_object_or_404(comments.visible_comments(access_of(request), run_of(request)), number=comment)
+    hidden = get_object_or_404(comments.visible_comments(access_of(request), _target_of(request)), number=comment)
     hidden.hidden = timezone.now() if request.POST.get("hidden") == "yes" else None
     hidden.save(update_fields=["hidden"])
-    return _show(run_of(request), hidden)
+    return _show(_target_of(request), hidden)
 
 
 def _form(request: HttpRequest) -> CommentText:
@@ -110,18 +114,21 @@ def _form(request: HttpRequest) -> CommentText:
 
 def _own(request: HttpRequest, number: int) -> Comment:
     access = access_of(request)
-    return get_object_or_404(comments.visible_comments(access, run_of(request)), number=number, person=access.person)
+    visible = comments.visible_comments(access, _target_of(request))
+    return get_object_or_404(visible, number=number, person=access.person)
 
 
-def _show(run: HubRun, comment: Comment) -> HttpResponse:
-    page = reverse("run", kwargs={"project": run.project.slug, "run": run.number})
-    return redirect(f"{page}?comment={comment.number}#comment-{comment.number}")
+def _show(target: HubRun | HubClip, comment: Comment) -> HttpResponse:
+    return redirect(f"{target.address}?comment={comment.number}#comment-{comment.number}")
 
 
-_ON_RUN = "<slug:project>/runs/<int:run>/comments"
 ROUTES: list[URLPattern] = [
-    route(_ON_RUN, post_comment, AccessRule.READER, "POST"),
-    route(f"{_ON_RUN}/<int:comment>/edit", edit_comment, AccessRule.READER, "POST"),
-    route(f"{_ON_RUN}/<int:comment>/delete", delete_comment, AccessRule.READER, "POST"),
-    route(f"{_ON_RUN}/<int:comment>/hide", hide_comment, AccessRule.OWNER, "POST"),
+    route(f"<slug:project>/{target}/comments{path}", view, rule, "POST")
+    for target in ("runs/<int:run>", "clips/<int:clip>")
+    for path, view, rule in (
+        ("", post_comment, AccessRule.READER),
+        ("/<int:comment>/edit", edit_comment, AccessRule.READER),
+        ("/<int:comment>/delete", delete_comment, AccessRule.READER),
+        ("/<int:comment>/hide", hide_comment, AccessRule.OWNER),
+    )
 ]

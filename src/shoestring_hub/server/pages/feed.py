@@ -14,17 +14,18 @@ from shoestring_hub.server.pages.listing import list_newest
 
 
 def feed(request: HttpRequest) -> HttpResponse:
-    """New runs and comments of the people and projects that one follows, and comments that mention one."""
+    """New runs, clips and comments of the people and projects that one follows, and comments that mention one."""
     sight = sight_of(request)
     people, projects = sight.followed_people(), sight.followed_projects()
-    runs = sight.runs().filter(Q(person__in=people) | Q(project__in=projects))
+    followed = Q(person__in=people) | Q(project__in=projects)
+    runs = sight.runs().filter(followed).exclude(person=sight.person)
+    clips = sight.clips().filter(followed).exclude(person=sight.person)
     mention = Mention.objects.filter(comment=OuterRef("pk"), person=sight.person)
     comments = sight.comments().annotate(mentions_me=Exists(mention))
-    comments = comments.filter(Q(person__in=people) | Q(run__project__in=projects) | Q(mentions_me=True))
+    on_followed = Q(run__project__in=projects) | Q(clip__project__in=projects)
+    comments = comments.filter(Q(person__in=people) | on_followed | Q(mentions_me=True)).exclude(person=sight.person)
     context = {
-        "listing": list_newest(
-            runs.exclude(person=sight.person), comments.exclude(person=sight.person), request.GET.get("before", "")
-        ),
+        "listing": list_newest(runs, clips, comments, request.GET.get("before", "")),
         "known": set(sight.people().values_list("pk", flat=True)),
         "follows": people.exists() or projects.exists(),
     }
@@ -49,7 +50,10 @@ def person(request: HttpRequest, name: str) -> HttpResponse:
     sight = sight_of(request)
     shown = get_object_or_404(sight.people(), username=name)
     listing = list_newest(
-        sight.runs().filter(person=shown), sight.comments().filter(person=shown), request.GET.get("before", "")
+        sight.runs().filter(person=shown),
+        sight.clips().filter(person=shown),
+        sight.comments().filter(person=shown),
+        request.GET.get("before", ""),
     )
     context = {
         "person": shown,

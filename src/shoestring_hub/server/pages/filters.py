@@ -27,6 +27,19 @@ def size(nbytes: float) -> str:
 
 
 @register.filter
+def runtime(seconds: float) -> str:
+    """Format the length of a clip, such as `1:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"
+
+
+@register.filter
+def clip_state(state: str) -> str:
+    """What the state of a clip's conversion means."""
+    return {"waiting": "waiting to be converted", "held": "being converted", "failed": "failed"}.get(state, "ready")
+
+
+@register.filter
 def item(table: dict[Any, Any], key: Any) -> Any:
     """Look up a key in a table; returns an empty string if the key is missing."""
     return table.get(key, "")

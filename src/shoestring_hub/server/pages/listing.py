@@ -1,4 +1,4 @@
-"""Runs and comments of several projects in one list, newest first, in pages that continue where the last one ended."""
+"""Runs, clips and comments of several projects in one list, newest first, and on pages that continue the last one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from django.db.models import QuerySet
 
-from shoestring_hub.server.models import Comment, HubRun, Person
+from shoestring_hub.server.models import Comment, HubClip, HubRun, Person
 from shoestring_hub.server.text_search import excerpt
 
 SHOWN = 30
-"""Number of runs and comments on a page."""
+"""Number of runs, clips and comments on a page."""
 _PLACE = re.compile(r"(\d{1,17})\.(\d{1,4})", re.ASCII)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -21,22 +22,27 @@ _MICROSECOND = timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class ListedItem:
-    """A comment in a list, or, without a comment, a run."""
+    """A comment in a list, or, without a comment, a run or a clip."""
 
-    run: HubRun
+    target: HubRun | HubClip
     comment: Comment | None
     excerpt: Sequence[tuple[str, bool]]
     """Pieces of the text, with whether each is a match of the search."""
 
     @property
     def time(self) -> datetime:
-        """When the comment was posted or the run was created."""
-        return self.comment.created if self.comment else self.run.created
+        """When the comment was posted, or the run or clip was created."""
+        return self.comment.created if self.comment else self.target.created
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether this is a clip, or a comment on one; templates use this."""
+        return isinstance(self.target, HubClip)
 
     @property
     def person(self) -> Person:
-        """Who posted the comment, or pushed the run."""
-        return self.comment.person if self.comment else self.run.person
+        """Who posted the comment, pushed the run, or sent the clip."""
+        return self.comment.person if self.comment else self.target.person
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,9 @@ class ListedPage:
 
 
 def list_newest(
-    runs: QuerySet[HubRun], comments: QuerySet[Comment], place: str, words: Sequence[str] = ()
+    runs: QuerySet[HubRun], clips: QuerySet[HubClip], comments: QuerySet[Comment], place: str, words: Sequence[str] = ()
 ) -> ListedPage:
-    """One page of some runs and comments, which the caller must have restricted to those that may be seen.
+    """One page of some runs, clips and comments, which the caller must have restricted to those that may be seen.
 
     Args:
         place: where the page begins, as an earlier page stated it: a time, and how many rows of just this time precede
@@ -59,13 +65,16 @@ def list_newest(
     """
     match = _PLACE.fullmatch(place)
     skipped, moment = (int(match[2]), _EPOCH + int(match[1]) * _MICROSECOND) if match else (0, None)
-    if moment is not None:
-        runs, comments = runs.filter(created__lte=moment), comments.filter(created__lte=moment)
     most = skipped + SHOWN + 1
-    newest_runs = runs.select_related("project", "person").order_by("-created", "-pk")[:most]
-    newest_comments = comments.select_related("run__project", "person").order_by("-created", "-pk")[:most]
-    rows = [ListedItem(run, None, excerpt(run.notes, words) if words else ()) for run in newest_runs]
-    rows += [ListedItem(comment.run, comment, excerpt(comment.text, words)) for comment in newest_comments]
+
+    def newest(rows: QuerySet[Any], *related: str) -> QuerySet[Any]:
+        rows = rows if moment is None else rows.filter(created__lte=moment)
+        return rows.select_related("person", *related).order_by("-created", "-pk")[:most]
+
+    targets = [*newest(runs, "project"), *newest(clips, "project")]
+    rows = [ListedItem(target, None, excerpt(target.notes, words) if words else ()) for target in targets]
+    for comment in newest(comments, "run__project", "clip__project"):
+        rows.append(ListedItem(comment.target, comment, excerpt(comment.text, words)))
     rows.sort(key=lambda row: row.time, reverse=True)  # stable: rows of the same time keep their order
     skipped = min(skipped, sum(row.time == moment for row in rows))
     rows = rows[skipped:]

@@ -29,6 +29,7 @@ from shoestring_hub.server.access import AccessRule, access_of, route, run_of, t
 from shoestring_hub.server.logs import SEGMENT
 from shoestring_hub.server.models import GRACE, File, HubRun, Points, Project, RunValue, Tag, ValueKey
 from shoestring_hub.server.numbers import columns_of
+from shoestring_hub.server.pages.clips import clips_of_run
 from shoestring_hub.server.pages.comments import comments_of
 from shoestring_hub.server.policy import REPORT
 
@@ -57,7 +58,7 @@ def run(request: HttpRequest) -> HttpResponse:
         "latest": latest.values_list("key__name", "text"),
         "grace": GRACE.days,
     }
-    context |= comments_of(request)
+    context |= comments_of(request) | clips_of_run(access, shown)
     return render(request, "hub/run.html", context | _charts(access.project, [shown], ()))
 
 
