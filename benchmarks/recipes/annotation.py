@@ -210,7 +210,8 @@ def fill(store: Any, rows: int) -> None:
     with store.writing() as connection:
         for statement in (
             f"insert into items (id, url, source, host, title, size, digest, fetched) {numbers} select i, 'https://' "
-            f"|| {host} || '/page/' || i, 'crawl ' || {host}, 'title ' || i, i % 5000, {digest}, {fetched} from n",
+            f"|| {host} || '/page/' || i, 'crawl ' || {host}, {host}, 'title ' || i, i % 5000, {digest}, "
+            f"{fetched} from n",
             "insert into projects (id, name, question, choices, wanted) values (1, 'p', 'q', '[\"a\", \"b\"]', 3)",
             "insert into raters (id, name, token) values (1, 'a', '1'), (2, 'b', '2'), (3, 'c', '3')",
             "insert into tasks (id, project_id, item_id, labelled) select id, 1, id, case when id % 20 = 0 then 2 "
