@@ -32,7 +32,7 @@ from shoestring.models.loading import load_model
 from shoestring_recipes.retrieval import communities, dictionaries
 from shoestring_recipes.retrieval.dictionaries import Pair
 from shoestring_recipes.retrieval.engines import Tantivy, search
-from shoestring_recipes.retrieval.fusion import TOP, Comparison, Texts, compared
+from shoestring_recipes.retrieval.fusion import TOP, MethodComparison, Texts, compared
 from shoestring_recipes.retrieval.mining import vectors
 from shoestring_recipes.retrieval.model import Encoder
 from shoestring_recipes.retrieval.task import data
@@ -97,7 +97,7 @@ class Study:
         draw = lambda: {"seeds": [100 + secrets.randbelow(2**30) for _ in range(SEEDS)]}  # noqa: E731
         return stored(self.runs / "seeds.json", self.check, draw)["seeds"]
 
-    def cells(self, method: str = "") -> list[Comparison]:
+    def cells(self, method: str = "") -> list[MethodComparison]:
         """The judged ranks of each seed."""
         name = method.replace(" ", "-") or "shipped"
         rows = [
@@ -113,17 +113,17 @@ class Study:
         ]
 
 
-def comparison(row: Mapping[str, Any]) -> Comparison:
+def comparison(row: Mapping[str, Any]) -> MethodComparison:
     """The ranks of a stored cell; the settings are not needed any more."""
     from shoestring_recipes.retrieval.lexical import Bm25
 
-    return Comparison({name: np.array(ranks) for name, ranks in row["ranks"].items()}, Bm25(), row["share"])
+    return MethodComparison({name: np.array(ranks) for name, ranks in row["ranks"].items()}, Bm25(), row["share"])
 
 
 # -- rankings ----------------------------------------------------------------------------------------------------------
 
 
-def hits(cells: Sequence[Comparison], method: str, top: int) -> np.ndarray:
+def hits(cells: Sequence[MethodComparison], method: str, top: int) -> np.ndarray:
     """Whether each query's document is among the first `top`, (seeds, queries).
 
     Args:
@@ -147,7 +147,7 @@ def over_both(differences: np.ndarray, note: str) -> Measured:
     return Measured(mean, note, (min(float(low), seeds[0], mean), max(float(high), seeds[1], mean)))
 
 
-def note_of(cells: Sequence[Comparison], top: int) -> str:
+def note_of(cells: Sequence[MethodComparison], top: int) -> str:
     """The recall of all methods, over the seeds."""
     means = ((name, hits(cells, name, top).mean()) for name in cells[0].ranks)
     return f"recall at {top}: " + ", ".join(f"{name} {mean:.3f}" for name, mean in means)
@@ -346,7 +346,7 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
 
 def table(runs: Path) -> str:
     """The means of each method over the stored cells, as rows of Markdown."""
-    cells: dict[str, list[Comparison]] = {}
+    cells: dict[str, list[MethodComparison]] = {}
     for path in sorted(runs.glob("*.json")):
         row = json.loads(path.read_text())
         if "ranks" in row:

@@ -15,7 +15,7 @@ from shoestring_recipes.retrieval import communities, dictionaries, engines, fus
 from shoestring_recipes.retrieval.dictionaries import Pair
 from shoestring_recipes.retrieval.lexical import Bm25
 from shoestring_recipes.retrieval.model import Encoder
-from shoestring_recipes.retrieval.words import BUCKETS, PADDING, Reader, padded, terms
+from shoestring_recipes.retrieval.words import BUCKETS, PADDING, TokenReader, padded, terms
 
 HARD = [
     "",
@@ -140,7 +140,7 @@ def test_equal_scores_find_nothing_and_hard_negatives_are_others():
 
 
 def test_hard_texts_have_vectors_and_scores():
-    reader = Reader()
+    reader = TokenReader()
     rows = [reader.tokens(text) for text in HARD]
     assert [len(row) for row in rows[:3]] == [0, 0, 1] and len(rows[6]) == 0 and len(rows[7]) == reader.length
     assert len(rows[3]) == 3 and all(row.min() >= 0 and row.max() < BUCKETS for row in rows if len(row))
@@ -159,7 +159,7 @@ def test_hard_texts_have_vectors_and_scores():
 def test_training_leaves_tokens_out_and_every_parameter_learns():
     torch.manual_seed(0)
     pairs = [Pair(word, f"{word} {word} small", f"large {word}") for word in BEASTS]
-    samples = task.TextPairs(pairs, Reader(), np.roll(np.arange(8), 1)[:, None])
+    samples = task.TextPairs(pairs, TokenReader(), np.roll(np.arange(8), 1)[:, None])
     batch = task.joined([samples[number] for number in range(8)])
     assert batch["negatives"].shape[:2] == (8, 1) and torch.equal(batch["negatives"][1, 0], batch["document"][0])
     model = Encoder(16, dropout=0.5)
@@ -186,8 +186,8 @@ def test_training_leaves_tokens_out_and_every_parameter_learns():
     alike = {"query": same, "document": same, "negatives": same[:, None], "temperature": torch.tensor(1.0)}
     numbers = torch.tensor([[0, 1], [1, 0]])  # the negative of each is the other's document: three candidates each
     assert task.contrastive(alike | {"numbers": numbers}, batch)[0].item() == pytest.approx(np.log(3) + np.log(2))
-    samples = task.TextPairs(pairs, Reader(), np.roll(np.arange(8), 2)[:, None])
-    assert samples.fingerprint != task.TextPairs(pairs, Reader(), np.roll(np.arange(8), 1)[:, None]).fingerprint
+    samples = task.TextPairs(pairs, TokenReader(), np.roll(np.arange(8), 2)[:, None])
+    assert samples.fingerprint != task.TextPairs(pairs, TokenReader(), np.roll(np.arange(8), 1)[:, None]).fingerprint
 
 
 # -- the embedded engine -----------------------------------------------------------------------------------------------
@@ -278,13 +278,13 @@ def test_posts_are_assigned_to_their_communities(tmp_path):
 
 
 def test_calibration_and_thresholds_are_those_counted_by_hand():
-    judged = communities.Judged(np.array([0.95, 0.95, 0.92, 0.6, 0.05]), np.array([1, 1, 0, 1, 0], bool), 4)
+    judged = communities.JudgedPosts(np.array([0.95, 0.95, 0.92, 0.6, 0.05]), np.array([1, 1, 0, 1, 0], bool), 4)
     assert judged.calibration_error() == pytest.approx((abs(2.82 - 2) + abs(0.6 - 1) + 0.05) / 5)
     assert judged.base_rate == 0.6 and judged.counts(0.6) == (3, 4, 4)
     assert (
         judged.threshold(0.3) == 0.6 and judged.threshold() == np.inf
     )  # Wilson's bounds of 3 of 4: 0.301; of 2 of 2: 0.34
-    many = communities.Judged(np.repeat([0.9, 0.5, 0.1], 100), np.repeat([True, True, False], 100), 200)
+    many = communities.JudgedPosts(np.repeat([0.9, 0.5, 0.1], 100), np.repeat([True, True, False], 100), 200)
     assert many.threshold() == 0.5 and many.counts(np.inf) == (0, 0, 200)
 
 

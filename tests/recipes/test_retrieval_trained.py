@@ -13,7 +13,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.models.loading import load_model
 from shoestring_recipes.retrieval import dictionaries, files, mining, task
 from shoestring_recipes.retrieval.model import Encoder
-from shoestring_recipes.retrieval.words import Reader
+from shoestring_recipes.retrieval.words import TokenReader
 from tests.recipes.toys import train_toy
 
 SIZES = {"headwords": 300, "documents": 40, "queries": 20, "validation": 20, "negatives": 2}
@@ -94,7 +94,7 @@ def save_pretrained(folder, kind):
 @pytest.mark.parametrize("kind", ["Roberta", "Bert"])
 def test_a_pretrained_encoder_takes_the_place_of_the_bag(kind, tmp_path):
     save_pretrained(tmp_path, kind)
-    model, reader = Encoder(folder=str(tmp_path)), Reader(str(tmp_path), 128)
+    model, reader = Encoder(folder=str(tmp_path)), TokenReader(str(tmp_path), 128)
     rows = [reader.tokens(text) for text in ("small ant", "large cow dog " * 100, "")]
     assert [len(row) for row in rows] == [2, 128, 0]
     vectors = model.eval().embed(reader.rows(["small ant", "large cow", ""]))
@@ -106,7 +106,7 @@ def test_a_pretrained_encoder_takes_the_place_of_the_bag(kind, tmp_path):
     assert torch.allclose(bag.embeddings.weight.norm(dim=1)[2:], torch.ones(len(bag.embeddings.weight) - 2))
     assert bag.embed(reader.rows(["small ant"])).shape == (1, 16) and not hasattr(bag, "pretrained")
     with pytest.raises(ConfigError, match="tokens of another model"):
-        model.embed(Reader().rows(["small ant"]))
+        model.embed(TokenReader().rows(["small ant"]))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     with pytest.raises(ConfigError, match="of the kind `gpt2`"):

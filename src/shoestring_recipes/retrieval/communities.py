@@ -169,7 +169,7 @@ class Belonging:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedPosts:
     """Predictions for posts whose communities are known: a pair of a post and a candidate each."""
 
     probabilities: Values
@@ -209,14 +209,14 @@ class Judged:
         return int((sure & self.right).sum()), int(sure.sum()), self.posts
 
 
-def judged(belonging: Belonging, posts: Sequence[Post]) -> Judged:
+def judged(belonging: Belonging, posts: Sequence[Post]) -> JudgedPosts:
     """Judge the predictions for posts whose communities are known."""
     candidates, probabilities = belonging.predict([post.text for post in posts])
     right = candidates == np.array([post.community for post in posts])[:, None]
-    return Judged(probabilities.ravel(), right.ravel(), len(posts))
+    return JudgedPosts(probabilities.ravel(), right.ravel(), len(posts))
 
 
-def studied(collection: Posts, seed: int = 0) -> tuple[Belonging, Judged, float]:
+def studied(collection: Posts, seed: int = 0) -> tuple[Belonging, JudgedPosts, float]:
     """Teach and judge on the posts of a folder.
 
     Returns:

@@ -38,7 +38,7 @@ class Hits(NamedTuple):
     """Their scores, float32 (N,)."""
 
 
-class Engine(Protocol):
+class SearchEngine(Protocol):
     """A search engine with an index of documents."""
 
     def build(self, documents: Iterable[str], vectors: Values) -> None:
@@ -56,7 +56,7 @@ class Engine(Protocol):
 
 
 def search(
-    engine: Engine, queries: Sequence[str], vectors: Values, share: float, count: int = 10, candidates: int = 100
+    engine: SearchEngine, queries: Sequence[str], vectors: Values, share: float, count: int = 10, candidates: int = 100
 ) -> list[Hits]:
     """Return the best documents for each query by the fused ranking; see `fusion.fused`.
 
@@ -105,7 +105,7 @@ class Tantivy:
         self._opened: tuple[Any, Any, torch.Tensor] | None = None
 
     def build(self, documents: Iterable[str], vectors: Values) -> None:
-        """See `Engine`.
+        """See `SearchEngine`.
 
         Raises:
             DataError: the numbers of documents and vectors differ; the old index stays.
@@ -151,7 +151,7 @@ class Tantivy:
         return self._open()[1].num_docs
 
     def by_words(self, queries: Sequence[str], count: int) -> list[Hits]:
-        """See `Engine`."""
+        """See `SearchEngine`."""
         schema, searcher, _ = self._open()
         answers = []
         for query in queries:
@@ -165,7 +165,7 @@ class Tantivy:
         return answers
 
     def by_vectors(self, vectors: Values, count: int) -> list[Hits]:
-        """See `Engine`; compares with the vectors of all documents."""
+        """See `SearchEngine`; compares with the vectors of all documents."""
         own = self._open()[2]
         top = (torch.from_numpy(np.ascontiguousarray(vectors, np.float32)) @ own.T).topk(min(count, len(own)))
         return [Hits(*pair) for pair in zip(top.indices.numpy(), top.values.numpy(), strict=True)]

@@ -44,7 +44,7 @@ def best_share(lexical: Values, dense: Values) -> float:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MethodComparison:
     """Ranks of each query's document by several methods."""
 
     ranks: dict[str, Values]
@@ -78,7 +78,7 @@ class Comparison:
         return figures | {"methods": ss.Table(title=title, head=head, rows=rows)}
 
 
-def compared(judged: Texts, validation: Texts) -> Comparison:
+def compared(judged: Texts, validation: Texts) -> MethodComparison:
     """Compare BM25 without and with stemming, BM25 tuned on the validation texts, the encoder, and the fused ranking of
     the last two."""
     tuned = chosen(tuple(validation[0]), tuple(validation[1]))
@@ -91,4 +91,4 @@ def compared(judged: Texts, validation: Texts) -> Comparison:
     scores = {name: Index(judged[1], settings).scores(judged[0]) for name, settings in lexical.items()}
     dense = judged[2] @ judged[3].T
     scores |= {"encoder": dense, "fused": fused(scores["BM25, tuned"], dense, share)}
-    return Comparison({name: ranks(rows) for name, rows in scores.items()}, tuned, share)
+    return MethodComparison({name: ranks(rows) for name, rows in scores.items()}, tuned, share)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring_recipes.retrieval.pretrained import pretrained
-from shoestring_recipes.retrieval.words import Reader
+from shoestring_recipes.retrieval.words import TokenReader
 
 
 class Encoder(nn.Module):
@@ -33,7 +33,7 @@ class Encoder(nn.Module):
         temperature: float = 0.05,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.reader, self.dropout = Reader(folder), dropout
+        self.reader, self.dropout = TokenReader(folder), dropout
         self.temperature = nn.Parameter(torch.tensor(temperature).log())
         self.weights = nn.Embedding.from_pretrained(torch.zeros(self.reader.size, 1), freeze=False)
         source = pretrained(folder) if folder else None

@@ -23,7 +23,7 @@ _MOST_CANDIDATES = 10_000
 """Maximum number of candidates of a search by vectors in Elasticsearch."""
 
 
-class _Server:
+class _SearchServer:
     """What the two servers have in common.
 
     Args:
@@ -73,7 +73,7 @@ class _Server:
         raise NotImplementedError
 
     def build(self, documents: Iterable[str], vectors: Values) -> None:
-        """See `Engine`.
+        """See `SearchEngine`.
 
         Raises:
             DataError: the server cannot be reached or refuses a request; the old index stays.
@@ -112,12 +112,12 @@ class _Server:
             yield {"_index": index, "_id": str(number), "_source": {"text": text, **shown}}
 
     def by_words(self, queries: Sequence[str], count: int) -> list[Hits]:
-        """See `Engine`."""
+        """See `SearchEngine`."""
         words = [" ".join(query_terms(query, stem=False)) for query in queries]
         return self._answers([{"query": {"match": {"text": {"query": text}}}, "size": count} for text in words])
 
     def by_vectors(self, vectors: Values, count: int) -> list[Hits]:
-        """See `Engine`; the servers search approximately."""
+        """See `SearchEngine`; the servers search approximately."""
         searches = [
             self._nearest(vector.astype(float).tolist(), count) if vector.any() else {"query": {"match_none": {}}}
             for vector in vectors
@@ -149,8 +149,8 @@ class _Server:
             raise DataError(f"`{self.url}`: {reason}", hint="check the server and its version") from error
 
 
-class Elasticsearch(_Server):
-    """An index in Elasticsearch 9. See `_Server` for the arguments."""
+class Elasticsearch(_SearchServer):
+    """An index in Elasticsearch 9. See `_SearchServer` for the arguments."""
 
     package, client_class = "elasticsearch", "Elasticsearch"
 
@@ -175,8 +175,8 @@ class Elasticsearch(_Server):
         return {"knn": nearest, "size": count}
 
 
-class OpenSearch(_Server):
-    """An index in OpenSearch 3. See `_Server` for the arguments."""
+class OpenSearch(_SearchServer):
+    """An index in OpenSearch 3. See `_SearchServer` for the arguments."""
 
     package, client_class = "opensearchpy", "OpenSearch"
     _index_settings: Mapping[str, Any] = {"knn": True}

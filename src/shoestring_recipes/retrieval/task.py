@@ -17,7 +17,7 @@ from shoestring.core.errors import ConfigError
 from shoestring_recipes.retrieval.dictionaries import Pair, pairs
 from shoestring_recipes.retrieval.fusion import compared
 from shoestring_recipes.retrieval.mining import described, encoded, mined
-from shoestring_recipes.retrieval.words import Reader, padded
+from shoestring_recipes.retrieval.words import TokenReader, padded
 
 
 class TextPairs(Dataset[dict[str, Any]]):
@@ -37,7 +37,7 @@ class TextPairs(Dataset[dict[str, Any]]):
     def __init__(
         self,
         pairs: Sequence[Pair],
-        reader: Reader,
+        reader: TokenReader,
         negatives: np.ndarray | None = None,
         validation: Sequence[Pair] = (),
         queries: int = 0,
@@ -75,7 +75,7 @@ def data(
         tokenizer: folder of a pretrained model, for its tokens. headwords: number of headwords to use; 0 uses all.
         seed: seed of the partition of the pairs.
     """
-    every, reader = pairs(headwords), Reader(tokenizer)
+    every, reader = pairs(headwords), TokenReader(tokenizer)
     order = np.random.default_rng(seed).permutation(len(every))
     if len(every) < documents + validation + 2 * (negatives + 1):
         raise ConfigError(f"there are {len(every):,} pairs, too few to hold out {documents + validation:,}")

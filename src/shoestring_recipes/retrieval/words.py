@@ -41,7 +41,7 @@ def terms(text: str, stem: bool = True) -> list[str]:
     return _analyzer(stem).analyze(text)
 
 
-class Reader:
+class TokenReader:
     """Turns texts into tokens.
 
     Args:
