@@ -107,7 +107,7 @@ class Separated(nn.Module):
         disentangle: bool = True,
         augment: bool = True,
         contrast: float = 0.3,
-        style: float = 0.5,
+        style: float = 0.1,
         remake: float = 2.0,
         decorrelate: float = 0.3,
     ) -> None:
@@ -136,8 +136,7 @@ class Separated(nn.Module):
             plain = F.relu(self.encoder(x))
             own, other = self.style(torch.cat([x, restroked(moved(x), always=True)])).chunk(2)
             by_classes = by_class(features, labels.repeat(len(views))).view(len(views), -1).mean(0)
-            # The style is that of another image of the client, so that a class in it would be of no use.
-            remade = (self.decode(plain, own.roll(1, 0)).float() - x.float()).square().mean((1, 2, 3))
+            remade = (self.decode(plain, own).float() - x.float()).square().mean((1, 2, 3))
             further = contrast * by_classes + style * by_style(own, other) + remake * remade
             output["further"] = further + decorrelate * correlation(plain, own)
         return output
