@@ -483,6 +483,8 @@ class Attachments:
     def evaluating(self) -> Iterator[None]:
         """Context around an evaluation: evaluation mode, no gradients, and the contexts of `surround_evaluation`."""
         training = self.model.training
+        if self._around_evaluation:  # they change weights, which a checkpoint may still be copying
+            self.run(Phase.WAIT)
         with _enter_all(self._around_evaluation), torch.no_grad():
             self.model.eval()
             yield
