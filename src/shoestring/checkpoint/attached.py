@@ -60,6 +60,7 @@ def install(attachments: Attachments, settings: Tiered) -> None:
         attachments.trace.facts |= checkpointer.facts()
 
     attachments.at(Phase.WAIT, checkpointer.wait)
+    attachments.read_beside(checkpointer.finish_copies)
     attachments.at(Phase.CAPTURE, capture)
     attachments.restore_with(partial(_restore, checkpointer, attachments.progress.total))
 

@@ -88,6 +88,7 @@ class Attachments:
         self._around_step: list[Callable[[bool], AbstractContextManager[Any]]] = []
         self._around_forward: list[Context] = []
         self._around_evaluation: list[Context] = []
+        self._readers: list[Callable[[], None]] = []
         self.trainers: Mapping[str, tuple[int, ...]] = {}  # parameter -> ranks that train it; empty if all ranks do
         self.elsewhere: set[str] = set()  # names of parameters that other ranks hold and this rank does not need
         self.holders: dict[str, tuple[int, ...]] = {}  # parameter -> the ranks that hold it, if not all ranks do
@@ -195,6 +196,15 @@ class Attachments:
     def surround(self, context: Context) -> None:
         """Enter `context()` around the forward pass and loss together (autocast), in training and in evaluation."""
         self._around_forward.append(context)
+
+    def read_beside(self, wait: Callable[[], None]) -> None:
+        """Register a function that waits until nothing reads weights beside training, as copies of checkpoints do."""
+        self._readers.append(wait)
+
+    def wait_for_readers(self) -> None:
+        """Wait until nothing reads weights; call this before weights change outside of the optimizer's step."""
+        for wait in self._readers:
+            wait()
 
     def surround_evaluation(self, context: Context) -> None:
         """Enter `context()` around each evaluation, to evaluate with other weights, such as a moving average."""
@@ -483,8 +493,8 @@ class Attachments:
     def evaluating(self) -> Iterator[None]:
         """Context around an evaluation: evaluation mode, no gradients, and the contexts of `surround_evaluation`."""
         training = self.model.training
-        if self._around_evaluation:  # they change weights, which a checkpoint may still be copying
-            self.run(Phase.WAIT)
+        if self._around_evaluation:
+            self.wait_for_readers()
         with _enter_all(self._around_evaluation), torch.no_grad():
             self.model.eval()
             yield

@@ -157,12 +157,16 @@ class Checkpointer:
             self._pulse = self.group.all_reduce_min(self._state())
         self._stalled(began)
 
-    def wait(self) -> None:
-        """Wait until the state is copied; called before the optimizer step, which changes the state."""
+    def finish_copies(self) -> None:
+        """Wait until the state is copied."""
         began = time.perf_counter()
         with span("finish staging", "wait"):
             self.stager.finish()
         self._stalled(began)
+
+    def wait(self) -> None:
+        """Wait until the state is copied; called before the optimizer step, which changes the state."""
+        self.finish_copies()
         if self._staged == self.progress.step:
             self._stall += self.stager.waited()  # the GPU's wait for the newest copy is added in a later call
             self.schedule.stalled(self._stall)

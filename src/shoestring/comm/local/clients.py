@@ -224,7 +224,7 @@ class ClientTurns(ClientStates):
 
     def _finish_copies(self) -> None:
         """Wait for checkpoints that copy weights until the optimizer's step, because they change sooner here."""
-        self.attachments.run(Phase.WAIT)
+        self.attachments.wait_for_readers()
 
     def _keep_buffers(self) -> None:
         if self.before:
