@@ -33,7 +33,9 @@ def model() -> nn.Module:
 )
 def test_an_evaluation_waits_for_the_copy(tmp_path, feature):
     own = [optim.SGD(lr=0.5), feature] if isinstance(feature, optim.EMA) else [feature]
-    tiered = Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=2, disk_every=0)
+    tiered = Tiered(
+        folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=2, disk_every=0
+    )
     start = partial(compose, features=[*own, tiered])
     with closing(start(Job(model(), world=World()))) as job:
         job.restore("auto")
