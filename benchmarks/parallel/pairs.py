@@ -121,10 +121,6 @@ def classifier(batch: int, length: int, **shape: int) -> Tables:
     return run_of(f"{MODELS}:rows_classifier", "row_data", batch, shape, data)
 
 
-SPLIT_MIXER = split(
-    columns=["blocks.*.token_up", "blocks.*.channel_up"], rows=["blocks.*.token_down", "blocks.*.channel_down"]
-)
-
 PAIRS: tuple[Pair, ...] = (
     # -- measured -----------------------------------------------------------------------------------------------------
     Pair(  # 0.94 M weights in eight equal blocks, network-bound: DDP sends 3.8 MB in 1.6 s, a boundary 0.46 MB in

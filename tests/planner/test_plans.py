@@ -216,6 +216,14 @@ def test_what_cannot_be_tried_as_well_is_refused(name, message):
         features_to_try(parse(RUN | {"optim": {"adamw": {}}}), [name])
 
 
+def test_every_feature_to_try_counts(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a line\n" * 400)
+    (tmp_path / "run.toml").write_text(f"[run]\ndata = '{tmp_path}/text.txt'\nsteps = 1\n[data]\ntokenizer = 'bytes'\n")
+    flags = ["--workers", "1", "--also", "precision.autocas", "--also", "precision.autocast"]
+    assert main(["plan", str(tmp_path / "run.toml"), *flags]) == 2
+    assert "there is no feature `precision.autocas`" in capsys.readouterr().err
+
+
 def test_a_file_says_what_is_not_a_default():
     found, links = search(World(size=2, local_size=1), {"memory": {"recompute": {}}}), Links(Everywhere())
     run = found.file(chosen(found.plans(found.ways(), {"": costs()}, links, {}, float("inf"))))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from shoestring import figures
 from shoestring.commands.printing import PrintsResult, say, say_lines
@@ -166,7 +166,7 @@ class Plan(RunSource):
     tries: int = 3
     """Number of ways to train to try for a few steps before one is chosen, starting with the fastest predicted one; 0
     compares only exchanges of gradients between whole replicas."""
-    also: tuple[str, ...] = ()
+    also: Annotated[tuple[str, ...], UseAppendAction] = ()
     """Feature to try as well, with its default settings, although it changes the result of training, such as
     precision.autocast; can be repeated. The model is measured again with each of them."""
     explain: Path | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -23,7 +24,7 @@ _MOST_CANDIDATES = 10_000
 """Maximum number of candidates of a search by vectors in Elasticsearch."""
 
 
-class _SearchServer:
+class _SearchServer(ABC):
     """What the two servers have in common.
 
     Args:
@@ -48,29 +49,29 @@ class _SearchServer:
         self._client = getattr(module, self.client_class)(url, **connection)
         self._errors: tuple[type[Exception], ...] = self._errors_of(module)
 
+    @abstractmethod
     def _errors_of(self, module: Any) -> tuple[type[Exception], ...]:
         """Exceptions of the client."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _create(self, index: str, settings: dict[str, Any], mappings: dict[str, Any]) -> None:
         """Create an index."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _move(self, actions: list[dict[str, Any]]) -> None:
         """Change aliases and remove indices in one request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ask(self, searches: list[dict[str, Any]]) -> Any:
         """Send several searches in one request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _vector_field(self, dimensions: int) -> dict[str, Any]:
         """Description of the field with the documents' vectors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _nearest(self, vector: list[float], count: int) -> dict[str, Any]:
         """Search for the documents with the largest cosines."""
-        raise NotImplementedError
 
     def build(self, documents: Iterable[str], vectors: Values) -> None:
         """See `SearchEngine`.
