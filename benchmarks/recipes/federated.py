@@ -11,18 +11,14 @@ prints the README's table from the cells that are stored.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import secrets
 import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +29,9 @@ import torch
 import shoestring_recipes.federated as recipe
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, stored
 from benchmarks.intervals import of_mean, of_median
+from benchmarks.recipes.cells import made, seeds_of
 from benchmarks.rows import RESULTS
 from shoestring.core.world import World
-from shoestring.processors import processors
 from shoestring.run import parse
 from shoestring.testing.netlab import SHARED, netlab, netlab_available
 from shoestring.training.loop import train
@@ -145,25 +141,7 @@ class Contest:
 
     def seeds(self) -> list[int]:
         """Seeds that were drawn after all settings were fixed: other settings draw others."""
-        fixed = json.dumps([settings(), METHODS, SEEDS], sort_keys=True)
-        name = hashlib.sha256(fixed.encode()).hexdigest()[:8]
-        draw = lambda: {"seeds": [secrets.randbelow(2**31) for _ in range(SEEDS)]}  # noqa: E731
-        return stored(self.runs / f"seeds-{name}.json", self.deadline.check, draw)["seeds"]
-
-    def made(self, parts: Mapping[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
-        """The results of calls (function, arguments…) by the names under which they are stored."""
-        missing = {name: call for name, call in parts.items() if not (self.runs / f"{name}.json").exists()}
-        with ProcessPoolExecutor(min(processors(), len(missing)) or 1, get_context("spawn")) as pool:
-            started: dict[str, Future[dict[str, Any]]] = {name: pool.submit(*call) for name, call in missing.items()}
-            results: dict[str, dict[str, Any]] = {}
-            try:
-                for name in parts:
-                    make = started[name].result if name in started else dict
-                    results[name] = stored(self.runs / f"{name}.json", self.deadline.check, make)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return results
+        return seeds_of(self.runs, self.deadline, [settings(), METHODS, SEEDS], SEEDS)
 
     def chosen(self) -> dict[tuple[str, str], int]:
         """(method, domain left out) -> number of the candidate that is best on the other domains."""
@@ -171,7 +149,7 @@ class Contest:
         numbered = [(method, number) for method, candidates in METHODS.items() for number in range(len(candidates))]
         keys = [(*candidate, *pair) for candidate in numbered for pair in pairs]
         names = {key: f"tuning-{slug(key[0])}-{key[1]}-{key[2]}-{key[3]}" for key in keys}
-        results = self.made({names[key]: (tuning, *key) for key in keys})
+        results = made(self.runs, self.deadline, {names[key]: (tuning, *key) for key in keys})
         best = {}
         for method, candidates in METHODS.items():
             for left_out in DOMAINS:
@@ -188,7 +166,7 @@ class Contest:
         best, seeds = self.chosen(), self.seeds()
         keys = [(one, left_out, seed) for seed in seeds for left_out in DOMAINS for one in METHODS]
         names = {key: f"cell-{slug(key[0])}-{key[1]}-{key[2]}" for key in keys}
-        results = self.made({names[key]: (cell, key[0], best[key[:2]], *key[1:]) for key in keys})
+        results = made(self.runs, self.deadline, {names[key]: (cell, key[0], best[key[:2]], *key[1:]) for key in keys})
         return {left_out: [results[names[method, left_out, seed]] for seed in seeds] for left_out in DOMAINS}
 
     def accuracy(self, method: str) -> np.ndarray:

@@ -11,17 +11,13 @@ prints the README's table from the cells that are stored.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import secrets
 import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +25,11 @@ import numpy as np
 import torch
 
 import shoestring_recipes.quality as recipe
-from benchmarks.harness import Bar, Deadline, Measured, stored
+from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.recipes.cells import made, seeds_of
 from benchmarks.rows import RESULTS
 from shoestring.core.world import World
 from shoestring.models.loading import load_model
-from shoestring.processors import processors
 from shoestring.run import parse
 from shoestring.training.loop import train
 from shoestring_recipes.quality.distortions import KINDS
@@ -167,27 +163,18 @@ class Contest:
 
     def seeds(self) -> list[int]:
         """Seeds that were drawn after all settings were fixed: other settings draw others."""
-        fixed = json.dumps([settings(), SVR, SVR_PICTURES, REPETITIONS], sort_keys=True)
-        name = hashlib.sha256(fixed.encode()).hexdigest()[:8]
-        draw = lambda: {"seeds": [secrets.randbelow(2**31) for _ in range(REPETITIONS)]}  # noqa: E731
-        return stored(self.runs / f"seeds-{name}.json", self.deadline.check, draw)["seeds"]
+        fixed = [settings(), SVR, SVR_PICTURES, REPETITIONS]
+        return seeds_of(self.runs, self.deadline, fixed, REPETITIONS)
 
     def cells(self) -> list[dict[str, Any]]:
         """Of each cell, what each method gave."""
         parts = [(name, seed, fold) for seed in self.seeds() for fold in range(FOLDS) for name in WORK]
-        paths = {part: self.runs / f"{part[1]}-{part[2]}-{part[0]}.json" for part in parts}
-        missing = [part for part in parts if not paths[part].exists()]
-        results: dict[tuple[int, int], dict[str, Any]] = {}
-        with ProcessPoolExecutor(min(processors(), len(missing)) or 1, get_context("spawn")) as pool:
-            started: dict[Any, Future[dict[str, Any]]] = {part: pool.submit(work, *part) for part in missing}
-            try:
-                for part in parts:
-                    make = started[part].result if part in started else dict
-                    results.setdefault(part[1:], {}).update(stored(paths[part], self.deadline.check, make))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return list(results.values())
+        names = {part: f"{part[1]}-{part[2]}-{part[0]}" for part in parts}
+        results = made(self.runs, self.deadline, {names[part]: (work, *part) for part in parts})
+        cells: dict[tuple[int, int], dict[str, Any]] = {}
+        for part in parts:
+            cells.setdefault(part[1:], {}).update(results[names[part]])
+        return list(cells.values())
 
     def by_photo(self, method: str, side: str) -> dict[str, float]:
         """The mean over repetitions of each photo's share of ordered pairs, of taught kinds, of others, or of both."""

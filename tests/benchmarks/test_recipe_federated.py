@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import Deadline
-from benchmarks.recipes import federated
+from benchmarks.recipes import cells, federated
 from benchmarks.recipes.__main__ import command
 from shoestring_recipes.federated.digits import DOMAINS
 
@@ -27,7 +27,7 @@ class Inline:
 
     def submit(self, function, *arguments):
         self.made.append((function.__name__, *arguments))
-        future = federated.Future()
+        future = cells.Future()
         future.set_result(function(*arguments))
         return future
 
@@ -46,7 +46,7 @@ def toy(monkeypatch):
 
     monkeypatch.setattr(federated, "tuning", tuning)
     monkeypatch.setattr(federated, "cell", cell)
-    monkeypatch.setattr(federated, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(cells, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(Inline, "made", [])
 
 
@@ -64,9 +64,9 @@ def test_cells_are_stored_and_settings_never_see_the_domain_left_out(tmp_path, t
     assert contest.read("domain_from_features", 1 / 3).value == pytest.approx(0.4 - 1 / 3)
     trials = [made for made in Inline.made if made[0] == "tuning"]
     assert len(trials) == 5 * 3 * 6 and all(made[3] != made[4] for made in trials)
-    cells = [made for made in Inline.made if made[0] == "cell"]
-    assert len(cells) == 5 * 3 * federated.SEEDS
-    assert all(number == (1 if left_out == "uci" else 2) for _, _, number, left_out, _ in cells)
+    judged = [made for made in Inline.made if made[0] == "cell"]
+    assert len(judged) == 5 * 3 * federated.SEEDS
+    assert all(number == (1 if left_out == "uci" else 2) for _, _, number, left_out, _ in judged)
     again = federated.Contest(tmp_path, Deadline())
     assert np.array_equal(again.accuracy("pooled"), contest.accuracy("pooled")) and len(Inline.made) == 90 + 150
     assert "| separated | 10 |" in federated.table(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.harness import Deadline
-from benchmarks.recipes import quality
+from benchmarks.recipes import cells, quality
 from benchmarks.recipes.__main__ import command
 
 
@@ -49,12 +49,12 @@ def test_cells_are_stored_and_compared_by_photo(tmp_path, monkeypatch):
 
         def submit(self, work, *arguments):
             made.append(arguments)
-            future = quality.Future()
+            future = cells.Future()
             future.set_result(part(*arguments))
             return future
 
     made = []
-    monkeypatch.setattr(quality, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(cells, "ProcessPoolExecutor", Inline)
     contest = quality.Contest(tmp_path, Deadline())
     above = contest.above(quality.DEFAULT, "svr", "unseen")
     assert above.value == pytest.approx(0.25) and above.interval == pytest.approx((0.25, 0.25))

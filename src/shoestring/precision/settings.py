@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autocast(Feature):
-    """Run the forward pass in a 16-bit type where torch's autocast considers that safe; weights keep their type."""
+class MixedPrecision(Feature):
+    """What the ways to compute in 16 bits have in common."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Data type of the forward pass: `auto` takes bf16 where the device computes it fast, fp16 with a loss scaler on
-    GPUs without bf16, and fp32 elsewhere."""
-
-    seams: ClassVar = (Seam.MODEL,)
+    """Data type to compute in where 16 bits are accurate enough: `auto` takes bf16 where the device computes it fast,
+    fp16 with a loss scaler on GPUs without bf16, and fp32 elsewhere."""
 
     @property
     def inexact(self) -> Inexact:
@@ -36,11 +34,6 @@ class Autocast(Feature):
         from shoestring.precision.autocast import choose
 
         return replace(self, dtype=choose(world.device)[0]) if self.dtype == "auto" else self
-
-    def apply(self, attachments: Attachments, seam: Seam) -> None:
-        from shoestring.precision.autocast import cast
-
-        cast(attachments, self.dtype)
 
     def explain(self, attachments: Attachments) -> str:
         from shoestring.precision.autocast import choose
@@ -49,11 +42,23 @@ class Autocast(Feature):
         return f"{self.dtype}: {why}" if self.dtype == best else f"{self.dtype} as asked; auto would take {best}: {why}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Autocast(MixedPrecision):
+    """Run the forward pass in a 16-bit type where torch's autocast considers that safe; weights keep their type."""
+
+    seams: ClassVar = (Seam.MODEL,)
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        from shoestring.precision.autocast import cast
+
+        cast(attachments, self.dtype)
+
+
 Autocast.neutral = Autocast(dtype="fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph(Feature):
+class Graph(MixedPrecision):
     """Compute in 16 bits what the whole graph of a training step allows, forward and backward; weights keep their type.
 
     Autocast decides for each operator alone. This feature traces the step with torch.compile and decides by the
@@ -61,9 +66,6 @@ class Graph(Feature):
     losses, and what follows from these. Held-out data is evaluated in 32 bits.
     """
 
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Data type of narrowed operators: `auto` takes bf16 where the device computes it fast, fp16 with a loss scaler on
-    GPUs without bf16, and fp32 elsewhere."""
     forward_propagation: bool = False
     """Narrow the operators that follow products as well, even if no other product follows: fewer bytes, and a larger
     error of gradients."""
@@ -71,19 +73,6 @@ class Graph(Feature):
     """Names of ATen operators that stay in 32 bits, such as "silu" or "_softmax"."""
 
     seams: ClassVar = (Seam.MODEL, Seam.GRAPH)
-
-    @property
-    def inexact(self) -> Inexact:
-        return "" if self.dtype == "fp32" else "numbers"
-
-    @property
-    def scales_loss(self) -> bool:
-        return self.dtype == "fp16"
-
-    def resolve(self, world: World) -> Self:
-        from shoestring.precision.autocast import choose
-
-        return replace(self, dtype=choose(world.device)[0]) if self.dtype == "auto" else self
 
     def check(self, attachments: Attachments) -> None:
         if any(isinstance(feature, Autocast) for feature in attachments.features):
@@ -108,23 +97,17 @@ class Graph(Feature):
         elif self.dtype == "fp16":
             scale_loss(attachments)
 
-    def explain(self, attachments: Attachments) -> str:
-        from shoestring.precision.autocast import choose
-
-        best, why = choose(attachments.world.device)
-        return f"{self.dtype}: {why}" if self.dtype == best else f"{self.dtype} as asked; auto would take {best}: {why}"
-
     def reduction(self, trace: Trace) -> Reduction | None:
         if "narrowed_elements" not in trace.facts:
             return None
         fraction = trace.facts["narrowed_elements"]
         return Reduction(
-            unit="bytes of the results of a step's operators, relative to 32 bits for all",
+            unit="of the memory that the results of a step's operators would take in 32 bits",
             used=1 - fraction / 2,
             without=1.0,
             measured=True,
-            cost=f"{trace.facts['narrowed_casts']:.0f} casts in a step; {trace.facts['narrowed_operators']:.0f} "
-            "operators compute in 16 bits",
+            cost=f"{trace.facts['narrowed_casts']:.0f} casts, for {trace.facts['narrowed_operators']:.0f} operators in "
+            "16 bits, in all compiled graphs",
         )
 
 
