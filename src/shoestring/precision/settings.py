@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Feature):
-    """What the ways to compute in 16 bits have in common."""
+    """Base of the ways to compute in 16 bits."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Data type to compute in where 16 bits are accurate enough: `auto` takes bf16 where the device computes it fast,
