@@ -16,7 +16,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ import torch
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, run_command, stored
 from benchmarks.intervals import of_mean, of_quantile, of_share
 from benchmarks.recipes.autocast import faster
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, Kind, Op
 from shoestring.core.task import call_model
 from shoestring.models.images import small
 from shoestring.storage import foreign
@@ -337,97 +337,46 @@ def faster_in_bf16(deadline: Deadline) -> Measured:
 
 def rows(runs: Path, deadline: Deadline) -> list[Bar]:
     """All bars of the recipe."""
-    study, drawn, exact = Study(runs, deadline), partial(Bar, kind="drawn"), partial(Bar, kind="exact")
-    above = "annotation: share of words that the consensus gets right, minus the majority's, {}"
+    study = Study(runs, deadline)
+
+    def bar(
+        name: str, what: str, op: Op, limit: float, measure: Callable[..., Any], kind: Kind = "exact", **rest: Any
+    ) -> Bar:
+        return Bar(f"recipes.annotation-{name}", f"annotation: {what}", op, limit, measure, kind=kind, **rest)
+
     planted: Sequence[tuple[str, str, int, int, str, float]] = (
         ("random", "random", 3, 4, "with four of seven raters answering at random", 0.03),
         ("constant", "constant", 3, 3, "with three of six raters always giving the same answer", 0.03),
         ("inverted", "inverted", 3, 2, "with two of five raters inverting their answers", 0.03),
         ("clean", "", 3, 0, "of three good raters alone", -0.005),
+        ("clean-five", "", 5, 0, "of five good raters alone", -0.005),
     )
+    right = "share of words that the consensus gets right"
+    oracle = "largest difference of alpha from the package krippendorff, of 4,000 random tables where both are defined"
+    copies = "share of draws in which exactly the three of six raters who copy each other are named"
+    left_out = f"{right} once copies are left out, minus that of the good raters alone"
+    killed = "pages lost, or requested again more often than was under way, of 10,000 in a crawl killed 20 times"
+    slow = "milliseconds of the slowest of six named queries, two million items, 95% quantile of warm requests"
+    soft = "rates of noise, of three, at which soft labels have a lower log-loss on clean labels than the majority"
+    cast = "processor time of a step in float32 over that with [precision.autocast], on a CPU with bf16"
     return [
-        exact(
-            "recipes.annotation-oracle",
-            "annotation: largest difference of alpha from the package krippendorff, of "
-            "4,000 random tables where both are defined",
-            "<=",
-            1e-9,
-            against_the_oracle,
-            peers=("krippendorff",),
-        ),
+        bar("oracle", oracle, "<=", 1e-9, against_the_oracle, peers=("krippendorff",)),
         *(
-            drawn(
-                f"recipes.annotation-{word}",
-                above.format(what),
-                ">=",
-                bar,
-                partial(above_majority, kind, good, number),
-                baseline="majority",
+            bar(
+                word, f"{right}, minus the majority's, {what}", ">=", limit,
+                partial(above_majority, kind, good, number), "drawn", baseline="majority",
             )
-            for word, kind, good, number, what, bar in planted
+            for word, kind, good, number, what, limit in planted
         ),
-        drawn(
-            "recipes.annotation-copies-found",
-            "annotation: share of draws in which exactly the three of six raters who copy each other are named",
-            ">=",
-            0.95,
-            found_copies,
-        ),
-        drawn(
-            "recipes.annotation-copies-left-out",
-            "annotation: share of words that the consensus gets right once "
-            "copies are left out, minus that of the good raters alone",
-            ">=",
-            -0.01,
-            without_copies,
-        ),
-        drawn(
-            "recipes.annotation-accused",
-            "annotation: share of draws of good raters in which somebody is accused",
-            "<=",
-            0.05,
-            accused,
-        ),
-        exact(
-            "recipes.annotation-crawl",
-            "annotation: pages lost, or requested again more often than was under way, of "
-            "10,000 in a crawl that is killed 20 times",
-            "<=",
-            0,
-            lambda deadline: lost_or_twice(runs, deadline),
-        ),
-        exact(
-            "recipes.annotation-plans",
-            "annotation: named queries that read a whole table, of six",
-            "<=",
-            0,
-            whole_tables_read,
-        ),
-        Bar(
-            "recipes.annotation-queries",
-            "annotation: milliseconds of the slowest of six named queries in a store of two "
-            "million items, 95% quantile of warm requests",
-            "<=",
-            50.0,
-            slowest_query,
-        ),
-        exact(
-            "recipes.annotation-soft",
-            "annotation: rates of noise, of three, at which soft labels have a lower "
-            "log-loss on clean labels than the majority, ten paired seeds",
-            ">=",
-            2,
-            lambda _: study.better(),
-            baseline="majority",
-        ),
-        Bar(
-            "recipes.annotation-autocast",
-            "annotation: processor time of a step in float32 over that with [precision.autocast], on a CPU with bf16",
-            ">=",
-            1.2,
-            faster_in_bf16,
-        ),
-    ]
+        bar("copies-found", copies, ">=", 0.95, found_copies, "drawn"),
+        bar("copies-left-out", left_out, ">=", -0.01, without_copies, "drawn"),
+        bar("accused", "share of draws of good raters in which somebody is accused", "<=", 0.05, accused, "drawn"),
+        bar("crawl", killed, "<=", 0, lambda deadline: lost_or_twice(runs, deadline)),
+        bar("plans", "named queries that read a whole table, of six", "<=", 0, whole_tables_read),
+        bar("queries", slow, "<=", 50.0, slowest_query, "timed"),
+        bar("soft", f"{soft}, ten paired seeds", ">=", 2, lambda _: study.better(), baseline="majority"),
+        bar("autocast", cast, ">=", 1.2, faster_in_bf16, "timed"),
+    ]  # fmt: skip
 
 
 def table(runs: Path) -> str:
