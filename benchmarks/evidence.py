@@ -1,4 +1,7 @@
-"""`python -m benchmarks.evidence`: write `docs/evidence.md` from all results; `--check` only compares."""
+"""`python -m benchmarks.evidence`: write `docs/evidence.md` and `docs/comparisons.md` from all results.
+
+With `--check` it only compares.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 
+from benchmarks import comparisons
 from benchmarks.machine import ROOT
 from benchmarks.provenance import FILE, STALE, UNKNOWN, Sources, present_lines
 from benchmarks.quoted import check_quoted
@@ -19,6 +23,7 @@ from benchmarks.stale import staleness
 from shoestring.core.errors import DataError, ShoestringError
 
 PAGE = ROOT / "docs" / "evidence.md"
+COMPARISONS = PAGE.with_name("comparisons.md")
 CELL = 200
 """Characters of text that a table cell holds at most; what is longer stands in full below the table."""
 _COLUMNS = ("bar", "what is measured", "bound", "measured", "status", "date")
@@ -126,36 +131,40 @@ def _text(outside: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None, results: Path = RESULTS, target: Path = PAGE) -> int:
-    """Write the page, or with `--check` compare it.
+    """Write the pages, or with `--check` compare them.
+
+    Args:
+        target: where the evidence goes. Comparisons are only written beside the project's own.
 
     Returns:
-        The exit status: 1 when `--check` finds the page out of date, 2 for malformed results.
+        The exit status: 1 when `--check` finds a page out of date, 2 for malformed results.
     """
-    flags = argparse.ArgumentParser(prog="python -m benchmarks.evidence", description="Write docs/evidence.md.")
-    flags.add_argument("--check", action="store_true", help="exit with 1 when the page is out of date")
+    about = "Write docs/evidence.md and docs/comparisons.md."
+    flags = argparse.ArgumentParser(prog="python -m benchmarks.evidence", description=about)
+    flags.add_argument("--check", action="store_true", help="exit with 1 when a page is out of date")
     check = flags.parse_args(argv).check
     try:
         rows = {path.stem: read(path).values() for path in sorted(results.glob("*.json"))}
         sources = Sources.read(results)
         sources.check_current()
         check_named(rows, sources)
-        if target == PAGE:
-            check_quoted({row.id: row for area in rows.values() for row in area})
+        named = {row.id: row for area in rows.values() for row in area}
         present = present_lines()
-        fresh = page(
-            rows, {row.id for area in rows.values() for row in area if staleness(row, sources, present) > STALE}
-        )
+        pages = {target: page(rows, {name for name, row in named.items() if staleness(row, sources, present) > STALE})}
+        if target == PAGE:
+            pages[COMPARISONS] = comparisons.page(named)
+            check_quoted(named)
     except ShoestringError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    current = target.read_text(encoding="utf-8") if target.exists() else ""
-    if check and fresh != current:
-        print(f"{target} is out of date: run `python -m benchmarks.evidence`", file=sys.stderr)
-        return 1
-    if not check and fresh != current:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(fresh, encoding="utf-8")
-    return 0
+    outdated = {path: text for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text}
+    for path, text in outdated.items():
+        if check:
+            print(f"{path} is out of date: run `python -m benchmarks.evidence`", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return 1 if check and outdated else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import loops
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, main, paired
 from benchmarks.intervals import of_median
 from benchmarks.rows import Kind
@@ -35,6 +37,8 @@ from shoestring.models.gpt import tiny
 
 ROOT = Path(__file__).parents[1]
 SCENARIOS = ROOT / "tests" / "foundation"
+PEERS = {"accelerate": loops.accelerate, "lightning": loops.lightning, "transformers": loops.trainer}
+"""Loops of other tools, by the package that must be installed."""
 STEPS, BATCH, SEQUENCE, VOCABULARY = 50, 4, 128, 2048
 LR, WARMUP, CLIP = 4e-3, 5, 1.0
 
@@ -53,21 +57,29 @@ def _model() -> nn.Module:
     return tiny(vocab_size=VOCABULARY, context=SEQUENCE)
 
 
-def _plain(model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], total: int) -> Callable[[int, int], list[float]]:
-    """The loop as one would write it; gives the losses of the steps asked for."""
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+
+
+def _scale(total: int, step: int) -> float:
+    """The factor of the learning rate: a warm-up, then half a cosine to a tenth."""
+    done = (step - WARMUP) / (total - WARMUP)
+    return (step + 1) / WARMUP if step < WARMUP else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+
+
+def _plain(model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], total: int) -> Callable[[int, int], list[float]]:
+    """The loop as one would write it; gives the losses of the steps asked for."""
+    optimizer = _optimizer(model)
 
     def run(first: int, last: int) -> list[float]:
         losses = []
         for step in range(first, last):
             inputs, targets = data[step % len(data)]
-            done = (step - WARMUP) / (total - WARMUP)
-            scale = (step + 1) / WARMUP if step < WARMUP else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
             for group in optimizer.param_groups:
-                group["lr"] = LR * scale
+                group["lr"] = LR * _scale(total, step)
             loss = F.cross_entropy(model(inputs).view(-1, VOCABULARY), targets.view(-1))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -91,12 +103,20 @@ def bit_identical(_: Deadline) -> float:
     return sum(one == other for one, other in zip(plain, ours, strict=True))
 
 
-def throughput(_: Deadline) -> Measured:
+def throughput(other: str, _: Deadline) -> Measured | NotRun:
+    """Tokens a second over those of a loop by hand, or of another tool's, one of `PEERS`."""
     rounds, warmup, at_once = 60, 2, 3  # with 12, the interval is wider than what is looked for
+    if other and find_spec(other) is None:
+        return NotRun(f"{other} is not installed: `pip install {other}`")
     total = (2 * rounds + warmup) * at_once + 1
     data = _batches(8)
-    plain, ours = (_in_turn(loop, at_once) for loop in (_plain(_model(), data, total), _ours(data, total)))
-    return paired(partial(next, plain), partial(next, ours), rounds=rounds, warmup=warmup).measured()
+    if other:
+        recipe = {"optimizer": _optimizer, "scale": partial(_scale, total), "clip": CLIP, "steps": total}
+        theirs = PEERS[other](_model(), data, at_once, recipe)
+    else:
+        theirs = partial(next, _in_turn(_plain(_model(), data, total), at_once))
+    ours = _in_turn(_ours(data, total), at_once)
+    return paired(theirs, partial(next, ours), rounds=rounds, warmup=warmup).measured()
 
 
 def _in_turn(loop: Callable[[int, int], list[float]], at_once: int) -> Iterator[list[float]]:
@@ -215,7 +235,30 @@ def rows(run: Path | None = None) -> list[Bar]:
     plain = "a hand-written PyTorch loop"
     return [
         bar("bit-identical", f"losses of {STEPS} steps that are bit-identical", ">=", STEPS, bit_identical, plain),
-        bar("throughput", "tokens per second over those of the loop", ">=", 0.98, throughput, plain, "timed"),
+        bar(
+            "throughput",
+            "tokens per second over those of the loop",
+            ">=",
+            0.98,
+            partial(throughput, ""),
+            plain,
+            "timed",
+        ),
+        *(
+            replace(
+                bar(
+                    f"throughput-{name}",
+                    "tokens per second over those of the loop",
+                    ">=",
+                    1.0,
+                    partial(throughput, name),
+                ),
+                baseline={"transformers": "transformers' Trainer", "lightning": "Lightning's Trainer"}.get(name, name),
+                peers=("torch", name),
+                kind="timed",
+            )
+            for name in PEERS
+        ),
         bar("two-ranks", "largest relative difference of a loss, 20 steps, fp32", "<=", 1e-5, two_ranks, "one rank"),
         bar("fsdp", "largest relative difference of a loss, 20 steps, fp32", "<=", 1e-5, sharded, "DDP"),
         bar("golden", "largest relative difference of 100 losses", "<=", 1e-4, golden, "tests/golden/losses.json"),

@@ -15,9 +15,9 @@ _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 
 def pages() -> list[Path]:
-    """The pages that people read: the README, the documents and the method cards, but not the evidence itself."""
+    """The pages that people read: the README, the documents and the method cards, but not those made of the rows."""
     found = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")]
-    return [path for path in found if path.name != "evidence.md"]
+    return [path for path in found if path.name not in {"comparisons.md", "evidence.md"}]
 
 
 def check_quoted(rows: Mapping[str, Row]) -> None:

@@ -38,7 +38,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Guides": [f"guides/{name}" for name in guides if not name.startswith("from-")]},
         {"Methods": list(METHODS.values())},
         {"Reference": ["reference/run-file.md", "reference/platforms.md", *api_pages()]},
-        {"Evidence": ["evidence.md", "case-studies.md", "log.md"]},
+        {"Evidence": ["comparisons.md", "evidence.md", "case-studies.md", "log.md"]},
         {"Project": ["concepts/index.md", "design.md", "concepts/security.md", "contributing.md"]},
     ]
     return config

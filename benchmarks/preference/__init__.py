@@ -1,5 +1,7 @@
 """Learning from preferences beside TRL: equality, reward accuracy, time and memory, a known preference, and resuming.
 
+Time and memory of learning from chats stand here, too, for the same generator, models and peer serve.
+
 python -m benchmarks.preference [--strict] [--only preference.PREFIX] [--list] [--budget MINUTES] [--trial]
     [--runs FOLDER]
 

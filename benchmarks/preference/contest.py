@@ -35,6 +35,11 @@ KNOWN: dict[str, Any] = {"rate": 1e-3, "beta": 1.0, "epochs": 1}
 """Settings of the trainings on a known preference."""
 
 
+SFT = "TRL's SFTTrainer with PEFT, gradient checkpointing (its default), losses of answers alone, on the same chats"
+CHATS = 2
+"""Chats to learn for each pair to learn: a pair has two answers, so both take about as long."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Sizes of everything; those of a trial take minutes."""
@@ -117,16 +122,13 @@ class Contest:
 
     @staticmethod
     def sequence(records: Sequence[Mapping[str, Any]], language: Language, pairs: int) -> int:
-        """Tokens of a sample that any pair fits into, and that holds so many on average, or exactly one.
-
-        The answers of a pair share their prompt, but for its last token.
+        """Tokens of a sample that any pair or chat fits into, and that holds so many on average, or exactly one.
 
         Raises:
             AssertionError: it should hold one, and would hold two of the shortest.
         """
         engine = language.tokenizer().engine
-        texts = (encoded(engine, record) for record in records)
-        sizes = [sum(len(tokens) for _, tokens in pair) - (pair[0][0] - 1) for pair in texts]
+        sizes = [_size(engine, record) for record in records]
         assert pairs > 1 or 2 * min(sizes) > max(sizes), (min(sizes), max(sizes))
         return max(sizes) if pairs == 1 else max(*sizes, round(pairs * statistics.fmean(sizes)))
 
@@ -167,20 +169,24 @@ class Contest:
     # -- time and memory -----------------------------------------------------------------------------------------------
 
     def timed(self, kind: str, library: str, round_: int, *, recompute: bool) -> dict[str, Any]:
-        """One timed training: `even` pairs, one in each sample, or `mixed` ones, which ours packs."""
-        language = getattr(self.plan, kind)
+        """One timed training: `even` pairs, one in each sample, or `mixed` ones, which ours packs; `chats-even` and
+        `chats-mixed` likewise learn the answers of chats."""
+        objective, lengths = "chat" if kind.startswith("chats-") else "dpo", kind.removeprefix("chats-")
+        language = getattr(self.plan, lengths)
 
         def make() -> dict[str, Any]:
             while True:
                 with tempfile.TemporaryDirectory() as folder:
                     records = language.pairs(self.plan.timed + 1, 3)
+                    if objective == "chat":
+                        records = as_chats(language.pairs(CHATS * self.plan.timed + 1, 3))
                     base, data = self.base(language, self.plan.large), write(Path(folder) / "pairs.jsonl", records)
-                    micro = 1 if kind == "even" else 4
+                    micro = 1 if lengths == "even" else 4
                     task = Task(
                         library,  # pyrefly: ignore[bad-argument-type]
                         base, data, str(Path(folder) / "run"), batch=8, micro=micro,
-                        sequence=self.sequence(records, language, micro), packed=kind == "mixed", seed=round_,
-                        recompute=recompute,
+                        sequence=self.sequence(records, language, micro), packed=lengths == "mixed", seed=round_,
+                        recompute=recompute, objective=objective,
                     )  # fmt: skip
                     answer = contestant.run(task)
                 if was_calm():
@@ -292,6 +298,20 @@ class Contest:
         return {**weights, "metrics": sorted(exact)}
 
 
+def _size(engine: Any, record: Mapping[str, Any]) -> int:
+    """Tokens of a chat, or of a pair, whose answers share their prompt, but for its last token."""
+    if "messages" in record:
+        prompt, answer = record["messages"]
+        return len(encoded(engine, {"prompt": [prompt], "chosen": [answer], "rejected": [answer]})[0][1])
+    pair = encoded(engine, record)
+    return sum(len(tokens) for _, tokens in pair) - (pair[0][0] - 1)
+
+
+def as_chats(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chats of a question and the answer that was chosen."""
+    return [{"messages": [*record["prompt"], *record["chosen"]]} for record in records]
+
+
 def _described(library: str, answers: Sequence[Mapping[str, Any]]) -> str:
     """Medians of what trainings took."""
     seconds, began, ended, peak, imported, steps = (
@@ -322,6 +342,8 @@ def rows(contest: Callable[[], Contest]) -> list[Bar]:
 
     even = "answers of one length, one pair a micro-batch, and ours reads a prompt once and holds activations"
     mixed = "answers of 5 to 80 words, four pairs a micro-batch, packed by ours, which holds activations"
+    one = "chats of one length, one a micro-batch, and ours holds activations"
+    several = "chats with answers of 5 to 80 words, four a micro-batch, packed by ours, which holds activations"
     settings = "TRL with PEFT, precomputed references and gradient checkpointing (its default), on the same pairs"
     tasks: list[tuple[str, str, float, str]] = [
         ("memory", f"peak memory of the process over TRL's: {even}", 1.0, "even peak"),
@@ -333,6 +355,20 @@ def rows(contest: Callable[[], Contest]) -> list[Bar]:
             0.8,
             "mixed seconds",
         ),
+        ("chats-memory", f"peak memory of the process over TRL's: {one}", 1.0, "chats-even peak"),
+        (
+            "chats-time",
+            f"seconds from the start of the process to the adapter over TRL's: {one}",
+            0.8,
+            "chats-even seconds",
+        ),
+        ("chats-memory-packed", f"peak memory of the process over TRL's: {several}", 1.0, "chats-mixed peak"),
+        (
+            "chats-time-packed",
+            f"seconds from the start of the process to the adapter over TRL's: {several}",
+            0.8,
+            "chats-mixed seconds",
+        ),
     ]
     return [
         Bar(
@@ -342,8 +378,8 @@ def rows(contest: Callable[[], Contest]) -> list[Bar]:
         ),
         *(
             Bar(
-                f"preference.{name}", what, "<=", limit, partial(beside, ratio(*how.split())), baseline=settings,
-                peers=peer.PEERS,
+                f"preference.{name}", what, "<=", limit, partial(beside, ratio(*how.split())),
+                baseline=SFT if name.startswith("chats-") else settings, peers=peer.PEERS,
             )
             for name, what, limit, how in tasks
         ),

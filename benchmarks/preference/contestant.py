@@ -29,13 +29,13 @@ ALPHA, CLIP = 2.0, 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """A training: DPO by adapters in float32, with the reference computed once."""
+    """A training by adapters in float32: DPO with the reference computed once, or of chats on their answers."""
 
     library: Literal["shoestring", "trl"]
     base: str
     """Folder of the model."""
     data: str
-    """File of the pairs to train on, one more for ours: the one that it holds out."""
+    """File of the pairs or chats to train on, one more for ours: the one that it holds out."""
     folder: str
     """Folder to write to."""
     batch: int
@@ -58,6 +58,7 @@ class Task:
     evaluate_every: int = 0
     recompute: bool = True
     """Whether blocks run forward again in the backward pass, as is TRL's default."""
+    objective: Literal["dpo", "chat"] = "dpo"
 
 
 def run(task: Task) -> dict[str, Any]:
@@ -85,14 +86,18 @@ def samples(task: Task) -> tuple[int, int]:
 def document(task: Task) -> dict[str, Any]:
     """The run file of ours."""
     batch, accumulate = samples(task)
+    chat = task.objective == "chat"
     return {
         "run": {
             "model": f"hf:{task.base}", "data": task.data, "epochs": task.epochs, "batch": batch,
             "accumulate": accumulate, "seed": task.seed, "folder": task.folder,
             "evaluate_every": task.evaluate_every,
         },
-        "data": {"form": "preference", "tokenizer": "model", "sequence": task.sequence, "held_out": task.held_out},
-        "preference": {"dpo": {"beta": task.beta}},
+        "data": {
+            "form": "chat" if chat else "preference", "tokenizer": "model", "sequence": task.sequence,
+            "held_out": task.held_out,
+        },
+        **({} if chat else {"preference": {"dpo": {"beta": task.beta}}}),
         "memory": {
             "lora": {"rank": task.rank, "alpha": ALPHA * task.rank},
             **({"recompute": {}} if task.recompute else {}),
@@ -128,7 +133,8 @@ def _trl(task: Task) -> dict[str, Any]:
     transformers, peft = map(importlib.import_module, ("transformers", "peft"))
     import torch
 
-    importlib.import_module("trl").DPOTrainer  # noqa: B018 - imports what it needs
+    kind = "SFT" if task.objective == "chat" else "DPO"
+    getattr(importlib.import_module("trl"), f"{kind}Trainer")  # imports what it needs
     torch.set_num_threads(task.threads)
     imported, began = _peak(), _since_start()
     model = transformers.AutoModelForCausalLM.from_pretrained(task.base, dtype=torch.float32)
@@ -137,10 +143,11 @@ def _trl(task: Task) -> dict[str, Any]:
     lora = peft.LoraConfig(
         r=task.rank, lora_alpha=ALPHA * task.rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
     )
+    own: dict[str, Any] = {"beta": task.beta, "precompute_ref_log_probs": True}
+    records = answered(task) if kind == "SFT" else without_held_out(task)
     trainer = peer.trainer(
-        "DPO", model, tokenizer, without_held_out(task), task.folder, adapters=lora, beta=task.beta, max_length=None,
-        precompute_ref_log_probs=True, gradient_checkpointing=task.recompute, num_train_epochs=task.epochs,
-        seed=task.seed,
+        kind, model, tokenizer, records, task.folder, adapters=lora, max_length=None, **({} if kind == "SFT" else own),
+        gradient_checkpointing=task.recompute, num_train_epochs=task.epochs, seed=task.seed,
         per_device_train_batch_size=task.micro, gradient_accumulation_steps=task.batch // task.micro,
         learning_rate=task.rate, lr_scheduler_type="cosine", warmup_steps=0, max_grad_norm=CLIP, weight_decay=0.0,
         adam_beta1=0.9, adam_beta2=0.99, logging_steps=10,
@@ -165,6 +172,12 @@ def without_held_out(task: Task) -> Sequence[Mapping[str, Any]]:
 
     ordered = sorted(records, key=key)
     return ordered[max(1, round(task.held_out * len(records))) :]
+
+
+def answered(task: Task) -> Sequence[Mapping[str, Any]]:
+    """Chats as TRL wants them, so that only answers are learnt, as with ours: all but one, as ours."""
+    chats = [json.loads(line)["messages"] for line in Path(task.data).read_text().splitlines()]
+    return [{"prompt": messages[:-1], "completion": messages[-1:]} for messages in chats[1:]]
 
 
 def _since_start() -> float:

@@ -41,7 +41,7 @@ def trainer(
 ) -> Any:
     """A trainer of TRL, such as "DPO"; those that are experimental are found too."""
     datasets = importlib.import_module("datasets")
-    module = importlib.import_module("trl" if kind in ("DPO", "KTO") else f"trl.experimental.{kind.lower()}")
+    module = importlib.import_module("trl" if kind in ("DPO", "KTO", "SFT") else f"trl.experimental.{kind.lower()}")
     plain = {"output_dir": folder, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}
     plain |= {"dataloader_pin_memory": False, "disable_tqdm": True, "gradient_checkpointing": False}
     more = {} if reference is None else {"ref_model": reference}

@@ -163,6 +163,31 @@ def test_slow_links_make_a_pipeline_and_fast_ones_replicas():
     assert [type(one) for one in best.added] == [DDP]
 
 
+@pytest.mark.parametrize(("bandwidth", "smaller"), [(2e7, True), (1e11, False)])
+def test_gradients_leave_in_smaller_buckets_where_that_hides_them(bandwidth, smaller):
+    run = parse(RUN)
+    data = own_data(run)
+    others = ("parallel.pipeline", "parallel.fsdp", "memory.zero", "run.accumulate")
+    found = PlanSearch(run, import_user_code(run), World(size=2, local_size=1), data, "cpu", others)
+    links = Links(At(replace(SLOW, bandwidth=bandwidth)))
+    best = chosen(found.plans(found.ways(), {"": costs()}, links, {}, float("inf")))
+    (ddp,) = best.added
+    assert isinstance(ddp, DDP)
+    assert (ddp.bucket_mb < DDP().bucket_mb) == smaller
+    assert parse_again(found.file(best)).features == (ddp,)
+
+
+class At(dict):
+    """The same collective everywhere."""
+
+    def __init__(self, collective):
+        super().__init__()
+        self.collective = collective
+
+    def __missing__(self, key):
+        return self.collective
+
+
 class Fast(dict):
     def __missing__(self, key):
         return replace(SLOW, latency=1e-6, bandwidth=1e11)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 FIRST_BUCKET_MB = 1.05
 """Size in MB of the smallest bucket that works with torch.compile. DDP's first bucket always has 2**20 bytes, and
 torch.compile requires that no other bucket is smaller."""
+SMALLER_BUCKETS_MB = (4.0, FIRST_BUCKET_MB)
+"""Bucket sizes that a plan tries besides the default, which leaves most of the exchange for the end of the backward
+pass if there are less than about 100 MB of gradients."""
 
 
 def divisors(number: int) -> list[int]:
@@ -71,6 +74,11 @@ class DDP(Feature):
         from shoestring.parallel.ddp import replicate
 
         replicate(attachments, self.over, self.bucket_mb, self.find_unused)
+
+    @classmethod
+    def alternatives(cls, situation: Situation) -> list[DDP]:
+        ways = [cls(), cls(hosts="leave")] if situation.two_levels else [cls()]
+        return [replace(one, bucket_mb=size) for one in ways for size in SMALLER_BUCKETS_MB]
 
     def plan(self, step: StepPlan) -> DDP:
         lanes = 2 if step.device == "cpu" else 1  # Gloo has two threads for each process group
