@@ -115,8 +115,12 @@ def throughput(other: str, _: Deadline) -> Measured | NotRun:
         theirs = PEERS[other](_model(), data, at_once, recipe)
     else:
         theirs = partial(next, _in_turn(_plain(_model(), data, total), at_once))
-    ours = _in_turn(_ours(data, total), at_once)
-    return paired(theirs, partial(next, ours), rounds=rounds, warmup=warmup).measured()
+    if other in ("", "accelerate"):
+        ours = partial(next, _in_turn(_ours(data, total), at_once))
+    else:
+        turns, step = loops.Turns(range(total), at_once, total), _ours(data, total)
+        ours = turns.start(lambda: [step(number, number + 1) for number in turns])
+    return paired(theirs, ours, rounds=rounds, warmup=warmup).measured()
 
 
 def _in_turn(loop: Callable[[int, int], list[float]], at_once: int) -> Iterator[list[float]]:

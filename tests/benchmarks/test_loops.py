@@ -26,7 +26,7 @@ def test_the_loop_of_a_peer_is_the_loop_by_hand(name):
     for _ in range(TURNS):
         turn()
     trained = {key: value.detach().clone() for key, value in model.named_parameters()}
-    ahead = 0 if name == "accelerate" else 1  # the others ask for a batch before they train on the one before it
+    ahead = 1 if name == "lightning" else 0  # it asks for a batch before it trains on the one before it
     own = foundation._model()
     foundation._plain(own, data, total)(0, TURNS * AT_ONCE - ahead)
     for key, value in own.named_parameters():
