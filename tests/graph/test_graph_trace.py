@@ -9,7 +9,7 @@ from torch import nn
 
 from shoestring._torch import without_data
 from shoestring.core.errors import ConfigError
-from shoestring.graph.trace import trace
+from shoestring.graph.trace import tensors_of, trace
 from shoestring.models.gpt import tiny
 from tests.graph.steps import WithLoss, texts
 
@@ -50,6 +50,26 @@ class Branching(nn.Module):
         if x.sum() > 0:  # a number that only real data has
             x = x * 2
         return x.sum()
+
+
+class Asking(Branching):
+    def __init__(self, width):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(width, width), width**-0.5
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling() and (x > 0).all():  # as transformers asks for the lengths of packed texts
+            x = x * 2
+        x = self.layer(x)[None, None]
+        return F.scaled_dot_product_attention(x, x, x, scale=self.scale).sum()
+
+
+def test_sizes_are_known_of_whatever_was_traced_before():
+    for batch, width in ((16, 4), (8, 4), (8, 6), (4, 8), (2, 12)):
+        step = trace(Asking(width), torch.randn(batch, width))
+        assert step.dynamo
+        shapes = [size for node in step.module.graph.nodes for one in tensors_of(node) for size in one.shape]
+        assert all(type(size) is int for size in shapes), (batch, width)
 
 
 class Picking(Branching):

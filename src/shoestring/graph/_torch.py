@@ -36,9 +36,11 @@ def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False
     mode: Any = modes[0] if modes else without_data()
     captured: Any = model
     if dynamo:
+        from torch._dynamo import config
         from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-        with fx.traceback.preserve_node_meta(), mode:
+        # Dynamo remembers the numbers that each line of code has met, and takes those that change as unknown.
+        with fx.traceback.preserve_node_meta(), mode, config.patch(automatic_dynamic_shapes=False):
             captured = dynamo_graph_capture_for_export(model)(*inputs)
     with ExitStack() as stack, mode:
         return aot_export_joint_with_descriptors(stack, captured, tuple(inputs), decompositions={}).graph_module
