@@ -187,8 +187,8 @@ class Letters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.characters, self.read = nn.Embedding(300, 64), nn.Linear(64, 96)
-        self.remember, self.wide = nn.GRU(96, 48, batch_first=True), nn.Linear(48, 768)
-        self.guess = nn.Linear(768, 300)
+        self.remember, self.wide = nn.GRU(96, 32, batch_first=True), nn.Linear(32, 1024)
+        self.guess = nn.Linear(1024, 300)
 
     def forward(self, text: Tensor) -> Tensor:
         x = F.relu(self.read(self.characters(text)))
@@ -397,7 +397,7 @@ PROGRAMS = [
         (told_now_and_then, 130),
         (replayed, 700),
         (proximal, 90),
-        (next_letter, 60),
+        (next_letter, 50),
         (teacher_and_student, 400),
         (hardest_of_a_batch, 150),
         (hidden_words, 130),

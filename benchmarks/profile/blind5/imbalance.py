@@ -63,9 +63,9 @@ class Reader(nn.Module):
     def __init__(self, row_by_row: bool) -> None:
         super().__init__()
         self.row_by_row = row_by_row
-        self.ask, self.question = nn.Linear(64, 320), nn.Linear(320, 64)
+        self.ask, self.question = nn.Linear(64, 512), nn.Linear(512, 64)
         self.notes, self.values = nn.Parameter(torch.randn(128, 64)), nn.Parameter(torch.randn(128, 64))
-        self.wide, self.answer = nn.Linear(64, 320), nn.Linear(320, 16)
+        self.wide, self.answer = nn.Linear(64, 512), nn.Linear(512, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         question = self.question(torch.relu(self.ask(x)))

@@ -158,7 +158,7 @@ PROGRAMS = [
     for name, run, fixed, steps in (
         ("sentences-as-long-as-they-come", lambda n: moods(n, True), lambda n: moods(n, False), 80),
         ("compiled-for-each-fold", lambda n: cross_validation(n, True), lambda n: cross_validation(n, False), 360),
-        ("calls-counted-in-module", lambda n: codebook(n, True), lambda n: codebook(n, False), 400),
+        ("calls-counted-in-module", lambda n: codebook(n, True), lambda n: codebook(n, False), 500),
         ("sizes-asked-in-compiled-code", lambda n: ragged(n, True), lambda n: ragged(n, False), 300),
     )
 ]
