@@ -30,11 +30,11 @@ def clusters(steps: int) -> list[Tensor]:
 def steepest(steps: int) -> list[Tensor]:
     """Conjugate gradients on many systems; how far to go stays in tensors."""
     random = seeded()
-    roots = torch.randn(24, 96, 96, generator=random) / 10
-    matrices = torch.baddbmm(torch.eye(96).expand(24, 96, 96), roots, roots.mT)
+    roots = torch.randn(32, 40, 40, generator=random) / 6
+    matrices = torch.baddbmm(torch.eye(40).expand(32, 40, 40), roots, roots.mT)
     answers = []
     for _ in range(steps):
-        wanted = torch.randn(24, 96, 1, generator=random)
+        wanted = torch.randn(32, 40, 1, generator=random)
         x, rest = torch.zeros_like(wanted), wanted.clone()
         direction, size = rest.clone(), torch.bmm(rest.mT, rest)
         for _ in range(12):
@@ -213,7 +213,7 @@ PROGRAMS = [
     Clean(run.__name__.replace("_", "-"), run, steps)
     for run, steps in (
         (clusters, 1000),
-        (steepest, 800),
+        (steepest, 1200),
         (sensors, 3500),
         (prices, 700),
         (plates, 2500),
