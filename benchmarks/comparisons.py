@@ -144,6 +144,7 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
     "Profiling": (
         Question("time that an exact profile adds", "torch.profiler with stacks", ("profile.exact-beside-stacks",)),
         Question("time that an exact profile adds", "torch.profiler without stacks", ("profile.exact-beside-torch",)),
+        Question("share of faults whose line is named first", "py-spy", ("profile.line-beside-py-spy",), equal=0.0),
         Question("processor time under the profile of a JAX program", "jax.profiler", ("profile.jax-cost",)),
     ),
     "Searching settings": (
@@ -179,7 +180,8 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
 
 MISSING = (
     ("memory of a training loop", "accelerate, Lightning"),
-    ("cost of a profile, and the line that it names", "py-spy, scalene, memray"),
+    ("cost of a profile", "py-spy, scalene, memray"),
+    ("the line that a profile names first", "scalene"),
     ("checkpoints with cached staging, in a process of its own", "torch's DCP"),
     ("generating and serving on a GPU", "vLLM, SGLang"),
     ("trials to a fixed regret", "Ax, HEBO, SMAC"),

@@ -8,7 +8,7 @@ from functools import cache
 
 from benchmarks import profile
 from benchmarks.harness import Bar, Deadline, main, resumable
-from benchmarks.profile import cases, cost, findings, formulas, growth, jax_rows, truth
+from benchmarks.profile import cases, cost, findings, formulas, growth, jax_rows, peers, truth
 
 
 def command(argv: Sequence[str]) -> int:
@@ -26,6 +26,7 @@ def command(argv: Sequence[str]) -> int:
             *truth.rows(),
             *growth.rows(known.runs / "growth", deadline.check),
             *findings.rows(known.runs, deadline.check),
+            *peers.rows(findings.Trial(known.runs, deadline.check)),
             *formulas.rows(),
             *cases.rows(known.runs / "cases", deadline.check),
             *jax_rows.rows(),
