@@ -15,6 +15,7 @@ from shoestring.core.world import World
 from shoestring.memory import Recompute, Zero
 from shoestring.parallel import DDP, FSDP, Pipeline, Planned, Tensor
 from shoestring.planner.page import write
+from shoestring.planner.reordering import reordered, with_reordered
 from shoestring.planner.search import PlanSearch, chosen
 from shoestring.planning.cluster import Collective
 from shoestring.planning.step import Links, ModelCosts, PartCosts
@@ -161,6 +162,35 @@ def test_slow_links_make_a_pipeline_and_fast_ones_replicas():
     fast = Links(Fast())
     best = chosen(found.plans(ways, {"": costs()}, fast, {}, float("inf")))
     assert [type(one) for one in best.added] == [DDP]
+
+
+class Late(dict):
+    """Messages that take as long as some passes, however short they are."""
+
+    def __missing__(self, key):
+        return replace(SLOW, latency=0.5, bandwidth=1e9)
+
+
+def test_passes_are_put_in_another_order_where_that_is_faster_and_fits():
+    found, links = search(World(size=2, local_size=1), {"model": RUN["model"] | {"tied": False}}), Links(Late())
+    plans = found.plans(found.ways(), {"": costs()}, links, {}, float("inf"))
+
+    def is_plain(plan):
+        return [one.ahead for one in plan.added if isinstance(one, Pipeline) and one.chunks == 1] == [0]
+
+    plain = next(plan for plan in plans if is_plain(plan) and len(plan.added) == 1 and plan.step.micro == 8)
+    better = reordered(plain, links, float("inf"))
+    assert better.seconds < 0.95 * plain.seconds
+    assert better.predicted.peak > plain.predicted.peak  # more micro-batches are in flight
+    assert reordered(better, links, float("inf")) is None
+    assert reordered(plain, links, plain.predicted.peak) is None
+    run = parse_again(found.file(better))
+    (pipeline,) = (feature for feature in run.features if isinstance(feature, Pipeline))
+    assert [len(text.split()) for text in pipeline.passes] == [16, 16]
+    assert found.priced(run, {"": costs()}, links, {}, float("inf")).seconds == pytest.approx(better.seconds)
+    every = with_reordered([plain], links, float("inf"))
+    assert [plan.seconds for plan in every] == [better.seconds, plain.seconds]
+    assert "passes" in str(every[0])
 
 
 class Fast(dict):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
+    from shoestring.parallel.pipeline.orders import Pass
     from shoestring.parallel.pipeline.stage import Layout
 
 FIRST_BUCKET_MB = 1.05
@@ -177,6 +178,10 @@ class Pipeline(Feature):
     ahead: int = 1
     """Additional micro-batches that a stage may have in flight, for each link between it and the last stage. More
     micro-batches hide the latency of slow links, but hold more activations."""
+    passes: tuple[str, ...] = ()
+    """Order of the passes of each stage, one text for each stage, as `shoestring plan` writes it where a step then ends
+    earlier than by `schedule`: `f0.2` is the forward pass of micro-batch 2 through part 0, `b0.2` its backward pass.
+    Steps with another number of micro-batches, and evaluation, follow `schedule`."""
     embeddings: Literal["auto", "first", "last"] = "auto"
     """Stage that looks up embeddings if they are tied to the output layer. With `last`, the last stage sends embedded
     tokens to the first stage and gets their gradients back. With `first`, the two stages exchange the gradient of the
@@ -246,6 +251,25 @@ class Pipeline(Feature):
             raise ConfigError(message, hint=f"give {parts - 1} increasing numbers between 1 and {len(costs) - 1}")
         return [range(*pair) for pair in pairwise(ends)]
 
+    def planned_passes(self, stages: int, first: int, micro: int) -> tuple[list[Pass], ...] | None:
+        """The passes of each stage by `passes`; None if it is empty, or for steps of another number of micro-batches.
+
+        Args:
+            first: index of the first part.
+
+        Raises:
+            ConfigError: `passes` are no order of the passes of so many stages.
+        """
+        from shoestring.parallel.pipeline.orders import read_orders
+
+        if not self.passes:
+            return None
+        try:
+            every = read_orders(tuple(self.passes), stages, self.chunks, first)
+        except ValueError as error:
+            raise ConfigError(f"`{self.name}.passes`: {error}", hint="plan again, or remove the setting") from error
+        return every if sum(one.part == 0 and not one.backward for one in every[0]) == micro else None
+
     def as_trained(self, model: nn.Module, world: World, features: Iterable[Feature]) -> Pipeline:
         """The same with the cuts and the place of embeddings that training uses where they are not set."""
         from shoestring.parallel.pipeline.stage import Layout
@@ -293,7 +317,9 @@ class Pipeline(Feature):
         sends = [links.seconds("message", group, step.hidden(block)) for block in boundaries] if links else []
         step.parts = tuple(self.cut(costs, stages, sends))
         first = -1 if step.first < 0 else 0
-        step.passes = orders(stages, self.chunks, step.micro, self.schedule, self.ahead, first=first)
+        step.passes = self.planned_passes(stages, first, step.micro) or orders(
+            stages, self.chunks, step.micro, self.schedule, self.ahead, first=first
+        )
         return replace(settled, cuts=tuple(part.start for part in step.parts[1:]))
 
     def explain(self, attachments: Attachments) -> str:
@@ -304,7 +330,10 @@ class Pipeline(Feature):
             return "off: one stage"
         parts = self.parts(Layout(attachments.module), stages)
         counts = ", ".join(str(len(part)) for part in parts)
-        return f"{stages} stages of {counts} blocks" + (f", {self.chunks} parts each" if self.chunks > 1 else "")
+        order = ", passes in the order of a plan" if self.passes else ""
+        return (
+            f"{stages} stages of {counts} blocks" + (f", {self.chunks} parts each" if self.chunks > 1 else "") + order
+        )
 
     def reduction(self, trace: Trace) -> Reduction | None:
         facts, steps = trace.facts, max(trace.steps, 1)
