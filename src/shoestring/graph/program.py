@@ -378,6 +378,8 @@ def operator_seconds(node: fx.Node, costs: GraphCosts) -> float:
     """Seconds of an operator on a rank's own tensors."""
     if node.target is exchange:
         return LAUNCH + costs.operator(*node.meta["exchanged"])
+    if node.target is take_shard:
+        return LAUNCH + 2 * node.meta["val"].nbytes / costs.copy
     whole = ShardingRule((WHOLE,) * len(outputs_of(node)), (WHOLE,) * len(inputs_of(node)))
     return LAUNCH + costs.operator(node, whole)
 

@@ -55,12 +55,13 @@ class TaskOrder:
         return self.seconds / self.bound if self.bound else 1.0
 
 
-def schedule(tasks: Sequence[Task], rounds: int = ROUNDS) -> TaskOrder:
+def schedule(tasks: Sequence[Task], rounds: int = ROUNDS, *, tight: bool = False) -> TaskOrder:
     """Order tasks so that the last one ends early.
 
     Args:
         tasks: tasks in any order; `after` are indices into them.
         rounds: number of windows whose order is drawn anew; 0 for a quick order.
+        tight: whether the bound may take as long as the order, to be better where a resource has few tasks.
 
     Raises:
         ValueError: tasks wait for each other, or a duration is no number of seconds.
@@ -72,7 +73,7 @@ def schedule(tasks: Sequence[Task], rounds: int = ROUNDS) -> TaskOrder:
         starts = shop.best_of_all(starts, least)
     else:
         starts = shop.improved(starts, least, rounds)
-    if rounds:
+    if tight:
         least = shop.tight_bound(least, starts)
     order = tuple(shop.numbers[place] for place in shop.by_start(starts))
     return TaskOrder(order, makespan(simulate(in_order(tasks, order))), least / shop.scale)
