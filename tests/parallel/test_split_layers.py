@@ -11,7 +11,9 @@ from tests.rigs import families, pipelines, planted
 
 QUICK = [
     ("tied", {}),
-    ("grouped", {"vocabulary_layers": "whole"}),
+    ("grouped", {"vocabulary_layers": "whole", "tiles": 3}),
+    pytest.param("gpt2", {"tiles": 2}, marks=pytest.mark.slow),
+    pytest.param("vit", {"tiles": 2}, marks=pytest.mark.slow),
     pytest.param("llama", {"vocabulary_layers": "whole"}, marks=pytest.mark.slow),
     pytest.param("gpt2", {}, marks=pytest.mark.slow),
 ]

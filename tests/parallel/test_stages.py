@@ -16,7 +16,7 @@ CLOSE = 1e-10
 ALONE = [("tied", {}), ("untied", {"chunks": 2}), ("grouped", {"schedule": "gpipe"}), ("llama", {"ahead": 0})]
 ALONE += [("tied", {"embeddings": "first", "chunks": 2})]
 PASSES = ["f0.0 f0.1 f0.2 b0.0 f0.3 b0.1 b0.2 b0.3", "f1.0 b1.0 f1.1 f1.2 b1.1 b1.2 f1.3 b1.3"]
-ALONE += [("untied", {"passes": PASSES})]
+ALONE += [("untied", {"pass_order": PASSES})]
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,11 @@ def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
         ({"pipeline": {"cuts": [1, 2]}}, "do not cut 4 blocks into 2 parts"),
         ({"pipeline": {"ahead": -1}}, "must be at least 0, got -1"),
         ({"pipeline": {"schedule": "zb"}}, "cannot be 'zb'"),
-        ({"pipeline": {"passes": ["f0.0 b0.0"]}, "model": "untied"}, "passes`: there are 1 orders for 2 stages"),
-        ({"pipeline": {"passes": ["b0.0 f0.0", "f1.0 b1.0"]}, "model": "untied"}, "the stages wait for each other"),
+        (
+            {"pipeline": {"pass_order": ["f0.0 b0.0"]}, "model": "untied"},
+            "pass_order`: there are 1 orders for 2 stages",
+        ),
+        ({"pipeline": {"pass_order": ["b0.0 f0.0", "f1.0 b1.0"]}, "model": "untied"}, "the stages wait for each other"),
         ({"pipeline": {}, "model": "no blocks"}, "has no repeated blocks to cut at"),
         ({"pipeline": {}, "model": "two lists"}, "has 2 lists of blocks"),
         ({"pipeline": {}, "model": "batch norms"}, "has statistics of batches"),

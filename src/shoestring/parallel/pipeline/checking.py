@@ -28,8 +28,8 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
     layout = Layout(attachments.module)
     parts, first = settings.parts(layout, stages), first_part(layout, settings, attachments.features)
     settings.planned_passes(stages, first, micro=0)  # raises an error if they are none
-    if settings.passes and reorders_messages(attachments.module):
-        message = f"`{settings.name}.passes` is an order of messages, and so is torch's aten_distributed_optimizations"
+    if settings.pass_order and reorders_messages(attachments.module):
+        message = f"`{settings.name}.pass_order` orders messages, and so does torch's aten_distributed_optimizations"
         raise ConfigError(message, hint="switch off enable_overlap_scheduling in it, or leave out one of the two")
     for index in range(stages):
         held = layout.held(parts, own_parts(parts, first, index, stages), first)
