@@ -37,7 +37,7 @@ from shoestring.graph.program import rank_program, run_lockstep
 from shoestring.graph.rules import RuleBook
 from shoestring.graph.tiles import regions_of, tiled
 from shoestring.planner.outlook import FILLED, GIB
-from shoestring.planner.reordering import reordered
+from shoestring.planner.reordering import with_overlap
 from shoestring.planner.search import TrainingPlan
 from shoestring.planning.fusion import fuse
 from shoestring.planning.predict import tasks_of
@@ -74,7 +74,7 @@ def saved(name: str, deadline: Deadline) -> Measured:
         seconds = makespan(simulate(tasks))
         exposed = seconds - max(plan.predicted.busy())
         parts[cluster.label] = (seconds - lower_bound(tasks)) / exposed if exposed > 1e-9 * seconds else 0.0
-        gains.append(seconds / schedule(tasks, rounds=0).seconds)
+        gains.append(seconds / schedule(tasks, rounds=1).seconds)
     told = ", ".join(f"{cluster} {part:.0%}" for cluster, part in parts.items())
     return Measured(max(parts.values()), f"{told}; by a list schedule at most {max(gains):.3f} times as fast")
 
@@ -87,9 +87,8 @@ def hidden(name: str, deadline: Deadline) -> Measured:
         links = links_of(cluster)
         tasks = tasks_of(plan.step, links)
         seconds, free = makespan(simulate(tasks)), makespan(simulate([_without_message(task) for task in tasks]))
-        if plan.step.stages > 1:
-            other = reordered(plan, links, FILLED * cluster.processor.gib * GIB)
-            ordered = plan.seconds if other is None else other.seconds
+        if plan.step.stages > 1 or plan.step.ways > 1:
+            ordered = with_overlap([plan], links, None, FILLED * cluster.processor.gib * GIB)[0].seconds
         else:
             ordered = min(seconds, schedule(_fused(tasks, plan, cluster), rounds=100).seconds)
         parts.append((seconds - ordered) / (seconds - free) if seconds > free * (1 + 1e-9) else 0.0)

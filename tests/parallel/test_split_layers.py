@@ -36,6 +36,16 @@ def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
     same(pools[4].call(pipelines.train, model="grouped", beside="clip", tensor={"ways": 2}), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["recompute", "fp16"])
+def test_tiles_train_what_one_process_does_on_four_ranks(pools, beside):
+    """All four share layers, or two share those of a stage."""
+    wanted = pipelines.train(beside=beside)
+    same(pools[4].call(pipelines.train, beside=beside, tensor={"tiles": 2}), wanted)
+    stages = {"pipeline": {"stages": 2}, "tensor": {"ways": 2, "tiles": 4}}
+    same(pools[4].call(pipelines.train, beside=beside, **stages), wanted)
+
+
 MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "qwen3", "gpt2", "vit")
 
 
