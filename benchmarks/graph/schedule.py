@@ -33,8 +33,9 @@ from benchmarks.timing import FEWEST_ROUNDS
 from shoestring.graph.costs import GraphCosts
 from shoestring.graph.lockstep import difference, random_plan, real_values, run_whole
 from shoestring.graph.overlap import overlap
-from shoestring.graph.program import rank_program, run_lockstep
+from shoestring.graph.program import rank_program
 from shoestring.graph.rules import RuleBook
+from shoestring.graph.running import run_lockstep
 from shoestring.graph.tiles import regions_of, tiled
 from shoestring.planner.outlook import FILLED, GIB
 from shoestring.planner.reordering import with_overlap

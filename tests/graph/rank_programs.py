@@ -10,8 +10,9 @@ import torch.distributed as dist
 from shoestring.graph.costs import GraphCosts, ring
 from shoestring.graph.lockstep import difference, divide, random_plan, real_values, run_whole
 from shoestring.graph.overlap import overlap
-from shoestring.graph.program import rank_program, run_rank
+from shoestring.graph.program import rank_program
 from shoestring.graph.rules import RuleBook
+from shoestring.graph.running import run_rank
 from shoestring.graph.search import search
 from shoestring.graph.tiles import regions_of, tiled
 from shoestring.graph.trace import trace

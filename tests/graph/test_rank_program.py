@@ -16,8 +16,8 @@ from shoestring.graph.program import (
     in_program_order,
     message_kind,
     program_tasks,
-    run_lockstep,
 )
+from shoestring.graph.running import run_lockstep
 from shoestring.planning.simulate import Task, simulate
 from shoestring.testing.pool import Pool
 from tests.graph import rank_programs
@@ -33,7 +33,7 @@ def case(request):
     return step, inputs, run_whole(step, values)
 
 
-@pytest.mark.parametrize("plan", ["found", 0, 1])
+@pytest.mark.parametrize("plan", ["found", 1])
 @pytest.mark.parametrize("how", ["built", "tiles", "order"])
 def test_programs_compute_what_one_rank_computes(case, how, plan):
     step, inputs, whole = case
