@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graph.two_chains import optimum
+from shoestring.planning.bound import heads_of, tails_of, without_preemption
 from shoestring.planning.fusion import fuse
 from shoestring.planning.schedule import TaskOrder, in_order, lower_bound, schedule
 from shoestring.planning.simulate import Task, makespan, simulate
@@ -62,6 +63,18 @@ def test_a_few_tasks_are_ordered_as_well_as_by_trying_all_orders(tasks):
 @given(task_lists(most=7))
 def test_seven_tasks_too(tasks):
     assert schedule(tasks).seconds == pytest.approx(fastest(tasks))
+
+
+@settings(max_examples=60)
+@given(task_lists(most=6, names="aab"))
+def test_the_bound_of_one_resource_is_its_best_order_if_the_others_did_all_at_once(tasks):
+    relaxed = [task if task.resource == "a" else replace(task, resource=task.name) for task in tasks]
+    before, ticks = [[*task.after] for task in tasks], [int(task.seconds) for task in tasks]
+    behind = [[user for user, task in enumerate(tasks) if index in task.after] for index in range(len(tasks))]
+    own, tails = [index for index, task in enumerate(tasks) if task.resource == "a"], tails_of(behind, ticks)
+    longest = max(map(sum, zip(heads_of(before, ticks), ticks, tails, strict=True)), default=0)
+    bound = without_preemption(own, before, ticks, tails, known=sum(ticks))
+    assert max(bound, longest) == max(fastest(relaxed), 0)
 
 
 @settings(max_examples=60)
