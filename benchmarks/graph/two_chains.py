@@ -27,25 +27,23 @@ def optimum(tasks: Sequence[Task]) -> float:
         begin = chain[-1][1] if chain else 0.0
         chain.append((begin, begin + task.seconds, task.resource))
     first, second = chains
-    obstacles = [(a, b, c, d) for a, b, one in first for c, d, other in second if one == other]
     ends = first[-1][1], second[-1][1]
     close = 1e-12 * sum(ends)
 
     @cache
     def left(x: float, y: float) -> float:
         """Seconds from a corner of an obstacle, or from the start, to the end of both chains."""
-        hit: tuple[float, float, float, float, float] | None = None
-        for a, b, c, d in obstacles:
-            until = max(a - x, c - y, 0.0)  # both chains go on until they reach the obstacle
-            ahead = x + until < b - close and y + until < d - close
-            if ahead and (hit is None or until < hit[0]):
-                hit = until, a, b, c, d
-        if hit is None:
-            return max(ends[0] - x, ends[1] - y)
-        _, a, b, c, d = hit
-        # One chain waits, before the obstacle is met if need be, and the other passes it first.
-        ways = [max(b - x, c - y) + left(b, c)] if c >= y - close else []
-        ways += [max(a - x, d - y) + left(a, d)] if a >= x - close else []
-        return min(ways)
+        one = next((place for place, (_, end, _) in enumerate(first) if end > x + close), len(first))
+        other = next((place for place, (_, end, _) in enumerate(second) if end > y + close), len(second))
+        while one < len(first) and other < len(second):
+            (a, b, resource), (c, d, same) = first[one], second[other]
+            if resource == same:  # one chain waits, before the obstacle is met if need be, and the other passes it
+                ways = [max(b - x, c - y) + left(b, c)] if c >= y - close else []
+                ways += [max(a - x, d - y) + left(a, d)] if a >= x - close else []
+                return min(ways)
+            moved = min(b - x, d - y)  # along both axes at once, from (x, y) on
+            one += b - x <= moved + close
+            other += d - y <= moved + close
+        return max(ends[0] - x, ends[1] - y)
 
     return left(0.0, 0.0)

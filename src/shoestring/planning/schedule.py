@@ -28,7 +28,7 @@ from shoestring.planning.simulate import Task, makespan, simulate
 
 RULES = 60
 """Number of rules of priority that are tried."""
-ROUNDS = 2000
+ROUNDS = 1200
 """Number of windows whose order is drawn anew."""
 SMALL = 7
 """Number of tasks up to which all orders are tried."""
