@@ -87,7 +87,8 @@ def hidden(name: str, deadline: Deadline) -> Measured:
         deadline.check()
         links = links_of(cluster)
         tasks = tasks_of(plan.step, links)
-        seconds, free = makespan(simulate(tasks)), makespan(simulate([_without_message(task) for task in tasks]))
+        at_once = [replace(task, seconds=0.0) if task.kind == "wire" else task for task in tasks]
+        seconds, free = makespan(simulate(tasks)), makespan(simulate(at_once))
         if plan.step.stages > 1 or plan.step.ways > 1:
             ordered = with_overlap([plan], links, None, FILLED * cluster.processor.gib * GIB)[0].seconds
         else:
@@ -95,10 +96,6 @@ def hidden(name: str, deadline: Deadline) -> Measured:
         parts.append((seconds - ordered) / (seconds - free) if seconds > free * (1 + 1e-9) else 0.0)
         told.append(f"{cluster.label} {seconds - free:.3g} s to {ordered - free:.3g} s of {seconds:.3g} s")
     return Measured(median(parts), "exposed: " + "; ".join(told))
-
-
-def _without_message(task: Task) -> Task:
-    return replace(task, seconds=0.0) if task.kind == "wire" else task
 
 
 def _fused(tasks: Sequence[Task], plan: TrainingPlan, cluster: CaseCluster) -> list[Task]:

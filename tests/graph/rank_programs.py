@@ -21,7 +21,7 @@ from tests.graph.steps import Convolutional, WithLoss, texts
 
 
 def gpt():
-    model = tiny(vocab_size=32, context=8, dim=16, layers=2, heads=4, kv_heads=4, hidden=32)
+    model = tiny(vocab_size=32, context=8, dim=16, layers=1, heads=4, kv_heads=4, hidden=32)
     return WithLoss(model).double(), texts(32, 8, batch=16)
 
 

@@ -5,23 +5,31 @@ from __future__ import annotations
 import operator
 
 import pytest
-from torch import fx
+import torch
+from torch import fx, nn
 
-from shoestring.graph.costs import flop_of
+from shoestring._torch import without_data
+from shoestring.graph.costs import GraphCosts, flop_of, ring
 from shoestring.graph.lockstep import difference, run_whole
 from shoestring.graph.overlap import exposed_messages, overlap
+from shoestring.graph.placements import WHOLE
 from shoestring.graph.program import (
     begin_move,
     end_move,
     in_program_order,
     message_kind,
     program_tasks,
+    rank_program,
 )
+from shoestring.graph.rules import RuleBook
 from shoestring.graph.running import run_lockstep
+from shoestring.graph.search import search
+from shoestring.graph.trace import trace
 from shoestring.planning.simulate import Task, simulate
 from shoestring.testing.pool import Pool
 from tests.graph import rank_programs
 from tests.graph.rank_programs import changed, costs, in_tiles, program_of, traced
+from tests.graph.steps import WithLoss
 
 CLOSE = 1e-10
 
@@ -104,8 +112,21 @@ def test_an_order_is_faster_and_waits_less_where_links_are_neither_fast_nor_slow
     assert ordered.schedule.seconds < ordered.traced < ordered.serial
     assert ordered.schedule.bound <= ordered.schedule.seconds
     assert 0 <= ordered.exposed < ordered.exposed_traced
-    again = overlap(program_of(step, 2, 1), costs(2), rounds=5)
-    assert [str(node) for node in again.program.graph.nodes] == [str(node) for node in ordered.program.graph.nodes]
+
+
+def test_sums_of_split_layers_are_tiled_where_nothing_else_is_left_to_compute():
+    with without_data():
+        model = WithLoss(nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)))
+        step = trace(model, torch.randn(8192, 1024), torch.randint(1024, (8192,)))
+    host = GraphCosts.of(ring(2, latency=1e-6, bandwidth=2e10, flops=2e13, copy=1e12))
+    split = {"inner.0.weight": 0, "inner.2.weight": 1}
+    plan = search(step, RuleBook(2), host, pinned=lambda name: split.get(name, WHOLE))
+    one = overlap(rank_program(step, plan.rules, 2), host)
+    assert one.tiled == 1
+    assert one.schedule.seconds < one.traced < one.serial
+    assert one.exposed < 0.6 * one.exposed_traced
+    slow = GraphCosts.of(ring(2, latency=1e-2, bandwidth=2e10, flops=2e13, copy=1e12))  # of which each tile has one
+    assert overlap(rank_program(step, plan.rules, 2), slow).tiled == 0
 
 
 def test_a_message_is_exposed_where_nothing_is_computed_meanwhile():

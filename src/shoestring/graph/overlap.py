@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from torch import fx
 
@@ -108,21 +109,16 @@ def choose_regions(program: RankProgram, costs: GraphCosts) -> list[Region]:
     planned = schedule(before.tasks, rounds=0)
     books, regions, seconds = {tiles: RuleBook(tiles) for tiles in TILES}, list[Region](), planned.seconds
     for messages in _critical(program, before, planned)[:KINDS]:
-        options = [_regions(messages, books[tiles], products) for tiles in TILES for products in PRODUCTS]
-        tried = [(_seconds(tiled(program, [*regions, *option]), costs), option) for option in options if option]
-        best, option = min(tried, key=lambda one: one[0], default=(seconds, []))
+        tried = list[tuple[float, list[Region]]]()
+        for tiles, products in product(TILES, PRODUCTS):
+            first = [next(regions_of(begun, books[tiles], products), None) for begun in messages]
+            option = [*regions, *(region for region in first if region is not None)]
+            tasks = program_tasks(tiled(program, option), costs).tasks
+            tried.append((schedule(tasks, rounds=0).seconds, option))
+        best, option = min(tried, key=lambda one: one[0])
         if best < seconds * (1 - GAIN):
-            seconds, regions = best, [*regions, *option]
+            seconds, regions = best, option
     return regions
-
-
-def _seconds(program: RankProgram, costs: GraphCosts) -> float:
-    return schedule(program_tasks(program, costs).tasks, rounds=0).seconds
-
-
-def _regions(messages: Sequence[fx.Node], book: RuleBook, products: int) -> list[Region]:
-    """A region for each message, along the first axis that can be tiled."""
-    return [region for begun in messages for region in [next(regions_of(begun, book, products), None)] if region]
 
 
 def _critical(program: RankProgram, work: ProgramTasks, planned: TaskOrder) -> list[list[fx.Node]]:

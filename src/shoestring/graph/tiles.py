@@ -104,7 +104,8 @@ class _Growing:
                 if rule is not None:
                     self._add(node, rule)
                     after = left - (flop_of(node) > 0)
-                    waiting += [(output, after) for output in _outputs(node)]
+                    picks = [user for user in node.users if user.target is operator.getitem]
+                    waiting += [(output, after) for output in picks or [node]]
 
     def _add(self, node: fx.Node, rule: ShardingRule) -> None:
         self.rules[node] = rule
@@ -137,12 +138,6 @@ def _makes_tiles(rule: ShardingRule, node: fx.Node) -> bool:
     outputs = [at for place, at in enumerate(rule.outputs) if place in used]
     tiled = any(at >= 0 for at in rule.inputs) and SUM not in rule.inputs and WHOLE not in outputs
     return tiled and rule.exchange is None
-
-
-def _outputs(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operator computes: itself, or the picks of its outputs."""
-    picks = [user for user in node.users if user.target is operator.getitem]
-    return picks or [node]
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

@@ -132,12 +132,16 @@ def read_orders(texts: tuple[str, ...], stages: int, chunks: int, first: int = 0
         if len(order) != len(wanted) or {*order} != wanted:
             odd = sorted({*order} ^ wanted)[:1]
             raise ValueError(f"stage {stage} needs each of its {len(wanted)} passes once: see {write_order(odd)}")
-    done, places = set[Pass](), [0] * stages
-    while any(place < len(order) for place, order in zip(places, every, strict=True)):
+    done, places, passes = set[Pass](), [0] * stages, {one for order in every for one in order}
+    while len(done) < len(passes):
         before = len(done)
         for stage, order in enumerate(every):
-            while places[stage] < len(order) and _needed(order[places[stage]], parts) <= done:
-                done.add(order[places[stage]])
+            for one in order[places[stage] :]:
+                needed = {one._replace(part=one.part + (1 if one.backward else -1))} & passes
+                needed |= {one._replace(backward=False)} if one.backward else set()
+                if not needed <= done:
+                    break
+                done.add(one)
                 places[stage] += 1
         if len(done) == before:
             raise ValueError("the stages wait for each other")
@@ -149,13 +153,6 @@ def _read_pass(word: str) -> Pass:
     if read is None:
         raise ValueError(f"`{word}` is no pass, such as f0.3 or b0.3")
     return Pass(int(read["part"]), int(read["micro"]), read["way"] == "b")
-
-
-def _needed(one: Pass, parts: range) -> set[Pass]:
-    """The passes that must have run before a pass."""
-    own = {one._replace(backward=False)} if one.backward else set[Pass]()
-    other = one.part + (1 if one.backward else -1)
-    return own | ({one._replace(part=other)} if other in parts else set())
 
 
 def _held(stages: int, chunks: int, stage: int, ahead: int) -> int:
