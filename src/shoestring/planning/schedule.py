@@ -30,6 +30,8 @@ RULES = 60
 """Number of rules of priority that are tried."""
 ROUNDS = 1200
 """Number of windows whose order is drawn anew."""
+FULL = 400
+"""Number of tasks below which more windows are tried, as each takes less time."""
 SMALL = 7
 """Number of tasks up to which all orders are tried."""
 CLOSE = 1e-4
@@ -72,7 +74,7 @@ def schedule(tasks: Sequence[Task], rounds: int = ROUNDS, *, tight: bool = False
     if len(tasks) <= SMALL:
         starts = shop.best_of_all(starts, least)
     else:
-        starts = shop.improved(starts, least, rounds)
+        starts = shop.improved(starts, least, rounds * max(FULL // len(tasks), 1))
     if tight:
         least = shop.tight_bound(least, starts)
     order = tuple(shop.numbers[place] for place in shop.by_start(starts))
