@@ -133,6 +133,7 @@ def test_any_family_of_transformers_is_split_exactly_or_refused(pools, part):
 
 REFUSED = [
     ({"tensor": {"ways": 3}}, "does not divide the 2 ranks of a host"),
+    ({"tensor": {"tiles": 0}}, "tiles` must be at least 1, got 0"),
     ({"tensor": {}, "beside": "lora"}, "exports weights of the whole model"),
     ({"tensor": {}, "beside": "fsdp"}, "shards the parameters of whole layers"),
     ({"tensor": {}, "beside": "compile"}, "compiles the model, which exchanges"),
