@@ -216,6 +216,20 @@ def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     return lookup_backend(backend)
 
 
+def reorders_messages(model: nn.Module) -> bool:
+    """Whether part of a model is compiled, and torch's compiler puts messages into an order of its own."""
+    compiled = [
+        module
+        for module in model.modules()
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    ]
+    if not compiled:
+        return False
+    from torch._inductor import config
+
+    return bool(config.aten_distributed_optimizations.enable_overlap_scheduling)
+
+
 def compile_joint(
     backend: str | Callable[..., Any],
     graph: fx.GraphModule,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoestring.parallel.pipeline.orders import Pass, balanced, orders
+from shoestring.parallel.pipeline.orders import Pass, balanced, orders, read_orders, write_order
 
 CASES = [
     case
@@ -103,3 +103,27 @@ def test_cuts_are_where_little_is_sent(items, parts):
     ours = balanced(costs, parts, sends)
     ends = ((0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), parts - 1))
     assert slowest((0, *(part.stop for part in ours))) == min(map(slowest, ends))
+
+
+@pytest.mark.parametrize(("stages", "chunks", "first"), [(2, 1, 0), (3, 2, 0), (4, 1, -1)])
+def test_written_orders_are_read_as_they_were(stages, chunks, first):
+    every = orders(stages, chunks, 3, "1f1b", 1, first=first)
+    assert read_orders(tuple(map(write_order, every)), stages, chunks, first) == every
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (("f0.0 b0.0",), "1 orders for 2 stages"),
+        (("f0.0 b0.0", "f1.0 c1.0"), "`c1.0` is no pass"),
+        (("f0.0 b0.0", "f1.0"), "stage 1 needs each of its 2 passes once: see b1.0"),
+        (("f0.0 b0.0", "f1.0 b1.0 b1.0"), "stage 1 needs each of its 2 passes once"),
+        (("f0.0 b0.0 f1.0", "b1.0"), "stage 0 needs each of its 2 passes once: see f1.0"),
+        (("f0.0 b0.0 f0.1 b0.1", "f1.0 f1.1 b1.0 b1.1"), "the stages wait for each other"),
+        (("b0.0 f0.0", "f1.0 b1.0"), "the stages wait for each other"),
+        (("f0.0 b0.0 f0.2 b0.2", "f1.0 b1.0 f1.2 b1.2"), "stage 0 needs each of its 6 passes once"),
+    ],
+)
+def test_what_is_no_order_of_all_passes_is_refused(texts, message):
+    with pytest.raises(ValueError, match=message):
+        read_orders(texts, 2, 1)

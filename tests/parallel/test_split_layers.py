@@ -11,7 +11,9 @@ from tests.rigs import families, pipelines, planted
 
 QUICK = [
     ("tied", {}),
-    ("grouped", {"vocabulary_layers": "whole"}),
+    ("grouped", {"vocabulary_layers": "whole", "tiles": 3}),
+    pytest.param("gpt2", {"tiles": 2}, marks=pytest.mark.slow),
+    pytest.param("vit", {"tiles": 2}, marks=pytest.mark.slow),
     pytest.param("llama", {"vocabulary_layers": "whole"}, marks=pytest.mark.slow),
     pytest.param("gpt2", {}, marks=pytest.mark.slow),
 ]
@@ -32,6 +34,16 @@ def test_two_ranks_train_what_one_process_does(pools, model, settings):
 def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
     wanted = pipelines.train(model="grouped", beside="clip")
     same(pools[4].call(pipelines.train, model="grouped", beside="clip", tensor={"ways": 2}), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["recompute", "fp16"])
+def test_tiles_train_what_one_process_does_on_four_ranks(pools, beside):
+    """All four share layers, or two share those of a stage."""
+    wanted = pipelines.train(beside=beside)
+    same(pools[4].call(pipelines.train, beside=beside, tensor={"tiles": 2}), wanted)
+    stages = {"pipeline": {"stages": 2}, "tensor": {"ways": 2, "tiles": 4}}
+    same(pools[4].call(pipelines.train, beside=beside, **stages), wanted)
 
 
 MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "qwen3", "gpt2", "vit")
@@ -121,6 +133,7 @@ def test_any_family_of_transformers_is_split_exactly_or_refused(pools, part):
 
 REFUSED = [
     ({"tensor": {"ways": 3}}, "does not divide the 2 ranks of a host"),
+    ({"tensor": {"tiles": 0}}, "tiles` must be at least 1, got 0"),
     ({"tensor": {}, "beside": "lora"}, "exports weights of the whole model"),
     ({"tensor": {}, "beside": "fsdp"}, "shards the parameters of whole layers"),
     ({"tensor": {}, "beside": "compile"}, "compiles the model, which exchanges"),

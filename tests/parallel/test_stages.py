@@ -15,6 +15,8 @@ from tests.rigs import pipelines, planted
 CLOSE = 1e-10
 ALONE = [("tied", {}), ("untied", {"chunks": 2}), ("grouped", {"schedule": "gpipe"}), ("llama", {"ahead": 0})]
 ALONE += [("tied", {"embeddings": "first", "chunks": 2})]
+PASSES = ["f0.0 f0.1 f0.2 b0.0 f0.3 b0.1 b0.2 b0.3", "f1.0 b1.0 f1.1 f1.2 b1.1 b1.2 f1.3 b1.3"]
+ALONE += [("untied", {"pass_order": PASSES})]
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,11 @@ def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
         ({"pipeline": {"cuts": [1, 2]}}, "do not cut 4 blocks into 2 parts"),
         ({"pipeline": {"ahead": -1}}, "must be at least 0, got -1"),
         ({"pipeline": {"schedule": "zb"}}, "cannot be 'zb'"),
+        (
+            {"pipeline": {"pass_order": ["f0.0 b0.0"]}, "model": "untied"},
+            "pass_order`: there are 1 orders for 2 stages",
+        ),
+        ({"pipeline": {"pass_order": ["b0.0 f0.0", "f1.0 b1.0"]}, "model": "untied"}, "the stages wait for each other"),
         ({"pipeline": {}, "model": "no blocks"}, "has no repeated blocks to cut at"),
         ({"pipeline": {}, "model": "two lists"}, "has 2 lists of blocks"),
         ({"pipeline": {}, "model": "batch norms"}, "has statistics of batches"),
@@ -170,3 +177,19 @@ def weights_alive(model: str):
 def test_a_stage_holds_no_weights_of_others(pools, model):
     for trained, alive in pools[2].call(weights_alive, model=model):
         assert set(trained) == set(alive)
+
+
+def test_an_order_of_passes_is_refused_beside_torchs_own_order_of_messages(monkeypatch):
+    """Where a block is compiled and inductor puts messages into an order."""
+    from torch._inductor import config
+    from torch.nn import Linear
+
+    from shoestring._torch import reorders_messages
+
+    layer = Linear(2, 2)
+    monkeypatch.setattr(config.aten_distributed_optimizations, "enable_overlap_scheduling", True)
+    assert not reorders_messages(layer)
+    layer.compile(backend="eager")
+    assert reorders_messages(layer)
+    monkeypatch.setattr(config.aten_distributed_optimizations, "enable_overlap_scheduling", False)
+    assert not reorders_messages(layer)

@@ -15,6 +15,7 @@ from shoestring.core.world import World
 from shoestring.memory import Recompute, Zero
 from shoestring.parallel import DDP, FSDP, Pipeline, Planned, Tensor
 from shoestring.planner.page import write
+from shoestring.planner.reordering import in_tiles, reordered, with_overlap
 from shoestring.planner.search import PlanSearch, chosen
 from shoestring.planning.cluster import Collective
 from shoestring.planning.step import Links, ModelCosts, PartCosts
@@ -186,6 +187,58 @@ class At(dict):
 
     def __missing__(self, key):
         return self.collective
+
+
+class Late(dict):
+    """Messages that take as long as some passes, however short they are."""
+
+    def __missing__(self, key):
+        return replace(SLOW, latency=0.5, bandwidth=1e9)
+
+
+def test_passes_are_put_in_another_order_where_that_is_faster_and_fits():
+    found, links = search(World(size=2, local_size=1), {"model": RUN["model"] | {"tied": False}}), Links(Late())
+    plans = found.plans(found.ways(), {"": costs()}, links, {}, float("inf"))
+
+    def is_plain(plan):
+        return [one.ahead for one in plan.added if isinstance(one, Pipeline) and one.chunks == 1] == [0]
+
+    plain = next(plan for plan in plans if is_plain(plan) and len(plan.added) == 1 and plan.step.micro == 8)
+    better = reordered(plain, links, float("inf"))
+    assert better.seconds < 0.95 * plain.seconds
+    assert better.predicted.peak > plain.predicted.peak  # more micro-batches are in flight
+    assert reordered(better, links, float("inf")) is None
+    assert reordered(plain, links, plain.predicted.peak) is None
+    run = parse_again(found.file(better))
+    (pipeline,) = (feature for feature in run.features if isinstance(feature, Pipeline))
+    assert [len(text.split()) for text in pipeline.pass_order] == [16, 16]
+    assert found.priced(run, {"": costs()}, links, {}, float("inf")).seconds == pytest.approx(better.seconds)
+    every = with_overlap([plain], links, {}, float("inf"))
+    assert [plan.seconds for plan in every] == [better.seconds, plain.seconds]
+    assert "pass_order" in str(every[0])
+
+
+def test_split_layers_compute_in_tiles_where_messages_are_worth_it():
+    found = search(World(size=2, local_size=2))
+    ways = [way for way in found.ways() if [type(one) for one in way.added] == [Tensor]]
+    model, links = {"": costs()}, Links(Wide())
+    plain = next(plan for plan in found.plans(ways, model, links, {}, float("inf")) if plan.step.micro == 2)
+    better = in_tiles(plain, links)
+    assert better.seconds < 0.95 * plain.seconds
+    run = parse_again(found.file(better))
+    assert [one.tiles for one in run.features if isinstance(one, Tensor)] == [better.step.tiles]
+    assert found.priced(run, model, links, {}, float("inf")).seconds == pytest.approx(better.seconds)
+    assert in_tiles(better, links) is None
+    short = next(plan for plan in found.plans(ways, model, Links(Fast()), {}, float("inf")) if plan.step.micro == 2)
+    assert in_tiles(short, Links(Fast())) is None  # nothing that counts can be hidden
+    assert with_overlap([plain], links, {}, float("inf"))[0].seconds == better.seconds
+
+
+class Wide(dict):
+    """Messages that take about as long as what is computed between them."""
+
+    def __missing__(self, key):
+        return replace(SLOW, latency=1e-5, bandwidth=2e4)
 
 
 class Fast(dict):

@@ -15,7 +15,8 @@ from shoestring.core.world import World
 from shoestring.memory import Recompute, Zero
 from shoestring.parallel import DDP, FSDP, Pipeline, Tensor
 from shoestring.planning.cluster import Collective
-from shoestring.planning.predict import predict
+from shoestring.planning.predict import in_flight, predict, tasks_of, with_order
+from shoestring.planning.schedule import schedule
 from shoestring.planning.step import Links, ModelCosts, PartCosts, group_over, planned_step
 
 MB = 1_000_000.0
@@ -189,3 +190,57 @@ def test_a_number_of_samples_between_two_measured_ones_is_interpolated():
     assert costs.at((2.0, 8.0, 20.0), 10) == 14.0
     assert costs.at((2.0, 8.0, 20.0), 28) == 32.0
     assert costs.at((2.0, 8.0, 20.0), 1) == 0.0
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from([(2, 1), (2, 2), (4, 1)]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from([0, 500]),
+    st.floats(0, 2),
+    st.integers(0, 2),
+)
+def test_passes_in_another_order_are_the_same_and_hold_no_more(shape, micro, kind, tied, latency, more):
+    stages, chunks = shape
+    pipeline = Pipeline(schedule=kind, chunks=chunks, ahead=0)
+    links = Links(Evenly(latency, 1e3))
+    _, step, _ = predicted([pipeline], World(size=stages, local_size=1), model(4, 1.0, 0.1, tied), 8, micro, links)
+    reordered = with_order(step, links, more, rounds=3)
+    for before, after in zip(step.passes, reordered.passes, strict=True):
+        assert sorted(before) == sorted(after)
+    limits, held = in_flight(step), in_flight(reordered)
+    assert all(held[part] <= count + more for part, count in limits.items())
+    result = predict(reordered, links)  # the stages do not wait for each other
+    assert result.seconds >= schedule(tasks_of(step, links), rounds=0).bound * (1 - 1e-9)
+
+
+def test_messages_that_take_long_are_hidden_by_another_order():
+    """With one micro-batch in flight for each stage, stages wait for messages; with more, another order hides them."""
+    links = Links(Evenly(3.0, math.inf))
+    result, step, _ = predicted([Pipeline(ahead=0)], World(size=2, local_size=1), model(4, 1.0), 16, 16, links)
+    faster = predict(with_order(step, links, more=2), links)
+    assert faster.seconds < 0.95 * result.seconds
+    assert faster.peak > result.peak
+
+
+@given(st.sampled_from([*product(SHARDS, SPLITS)]), st.sampled_from(WORLDS), st.sampled_from([1, 4]))
+def test_tasks_say_all_that_they_wait_for(chosen, world, micro):
+    """By their dependencies alone, no pass runs before the one that it needs, and the optimizer is last."""
+    features = [feature for group in chosen for feature in group]
+    try:
+        check_owners(features)
+        _, step, _ = predicted(features, world, model(4, 1.0), micro=micro)
+    except (ConflictError, ConfigError):
+        return
+    tasks = tasks_of(step, Links(Evenly(1e-3, 1e5)))
+    after = list[set[int]]()
+    for task in tasks:
+        after.append({*task.after}.union(*(after[index] for index in task.after)))
+    for index, task in enumerate(tasks):
+        own = {other for other in range(index) if tasks[other].resource == task.resource}
+        if task.name.startswith("optimizer"):
+            assert own <= after[index]
+        if task.name.startswith("backward"):
+            stage = task.name.rpartition(" of ")[2]
+            assert any(tasks[other].name == f"forward of {stage}" for other in after[index])

@@ -36,6 +36,9 @@ def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
     for name in ("blocks.*.attention.qkv.weight", "embed.weight"):
         assert name in printed
     assert "ranks exchange" in printed
+    assert "messages beside computation" in printed
+    for order in ("one after the other", "in the traced order", "in the order found", "or more in any order"):
+        assert order in printed
 
 
 def test_a_cluster_that_is_no_host_of_several_ranks_is_refused(files, capsys):

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import fx, nn
 
 from shoestring import figures
 from shoestring.graph.costs import GraphCosts
+from shoestring.graph.overlap import OverlappedProgram, overlap
 from shoestring.graph.placements import SUM, WHOLE, Placement, named
+from shoestring.graph.program import rank_program
 from shoestring.graph.rules import RuleBook
 from shoestring.graph.search import GraphPlan, SplitSearch, fixed_plans, search
 from shoestring.graph.trace import JointTrace, inputs_of, pattern_of, producer_of, trace
 from shoestring.planning.cluster import Cluster
 
+WORTH = 0.01
+"""Part of a step below which an order of messages is said to be useless."""
 SHOWN = 8
 """Number of moves, and of kinds of operators that stay whole, that are shown."""
 
@@ -75,6 +80,33 @@ class ExplainedPlan:
         yield from self._parameters()
         yield ""
         yield from self._messages()
+        yield ""
+        yield from self._schedule()
+
+    @cached_property
+    def overlapped(self) -> OverlappedProgram:
+        """A rank's program for the plan, with messages that travel while the rank computes."""
+        return overlap(rank_program(self.step, self.plan.rules, self.costs.ranks), self.costs)
+
+    def _schedule(self) -> Iterator[str]:
+        """What another order of messages, tiles and fused messages would gain."""
+        try:
+            one = self.overlapped
+        except ValueError as error:
+            yield f"schedule: none, because {error}"
+            return
+        rows = (
+            (one.serial, "one after the other"),
+            (one.traced, f"in the traced order; {figures.seconds(one.exposed_traced)} of exposed communication"),
+            (one.schedule.seconds, f"in the order found; {figures.seconds(one.exposed)} of exposed communication"),
+            (one.schedule.bound, "or more in any order"),
+        )
+        yield f"schedule of {len(one.program.messages)} messages beside computation, without the optimizer's step"
+        for seconds, order in rows:
+            yield f"{figures.seconds(seconds):>9}   {order}"
+        yield f"  {one.tiled} messages are split into tiles, {one.fused} travel as part of another"
+        if one.traced - one.schedule.seconds < WORTH * one.traced:
+            yield f"  another order of messages saves less than {figures.percent(WORTH)} here"
 
     def _traced(self) -> Iterator[str]:
         step, plan, repeats = self.step, self.plan, self.step.repeats

@@ -74,9 +74,8 @@ def compute(node: fx.Node, rule: ShardingRule, inputs: Sequence[Sequence[Tensor]
         What each rank has of each output: outputs[place][rank].
     """
     ranks = len(inputs[0]) if inputs else 1
-    calls = [_arguments(node, rule, [shards[rank] for shards in inputs], ranks) for rank in range(ranks)]
-    # A shard that was moved may be laid out otherwise than the whole tensor, so that a view of it needs a copy.
-    operator_of_shards: Any = aten.reshape.default if node.target in _VIEWS else node.target
+    calls = [local_arguments(node, rule, [shards[rank] for shards in inputs], ranks) for rank in range(ranks)]
+    operator_of_shards = local_operator(node)
     if rule.exchange is None:
         results = [operator_of_shards(*args, **kwargs) for args, kwargs in calls]
     else:
@@ -85,10 +84,15 @@ def compute(node: fx.Node, rule: ShardingRule, inputs: Sequence[Sequence[Tensor]
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _arguments(
-    node: fx.Node, rule: ShardingRule, tensors: Sequence[Tensor], ranks: int
+def local_operator(node: fx.Node) -> Any:
+    """The operator that computes a shard: `reshape` in place of a view, which a shard's layout may not allow."""
+    return aten.reshape.default if node.target in _VIEWS else node.target
+
+
+def local_arguments(
+    node: fx.Node, rule: ShardingRule, tensors: Sequence[Any], ranks: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A rank's arguments: its shards, and sizes as they are of its outputs."""
+    """A rank's arguments: its shards (or nodes that compute them), and sizes as they are of its outputs."""
     left = iter(tensors)
     args, kwargs = arguments_of(node, lambda source: next(left))
     args = list(args)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
+    from shoestring.parallel.pipeline.orders import Pass
     from shoestring.parallel.pipeline.stage import Layout
 
 FIRST_BUCKET_MB = 1.05
@@ -185,6 +186,10 @@ class Pipeline(Feature):
     ahead: int = 1
     """Additional micro-batches that a stage may have in flight, for each link between it and the last stage. More
     micro-batches hide the latency of slow links, but hold more activations."""
+    pass_order: tuple[str, ...] = ()
+    """Order of the passes of each stage, one text for each stage, as `shoestring plan` writes it where a step then ends
+    earlier than by `schedule`: `f0.2` is the forward pass of micro-batch 2 through part 0, `b0.2` its backward pass.
+    Steps with another number of micro-batches, and evaluation, follow `schedule`."""
     embeddings: Literal["auto", "first", "last"] = "auto"
     """Stage that looks up embeddings if they are tied to the output layer. With `last`, the last stage sends embedded
     tokens to the first stage and gets their gradients back. With `first`, the two stages exchange the gradient of the
@@ -254,6 +259,25 @@ class Pipeline(Feature):
             raise ConfigError(message, hint=f"give {parts - 1} increasing numbers between 1 and {len(costs) - 1}")
         return [range(*pair) for pair in pairwise(ends)]
 
+    def planned_passes(self, stages: int, first: int, micro: int) -> tuple[list[Pass], ...] | None:
+        """The passes of each stage by `pass_order`; None if it is empty, or for another number of micro-batches.
+
+        Args:
+            first: index of the first part.
+
+        Raises:
+            ConfigError: `pass_order` is no order of the passes of so many stages.
+        """
+        from shoestring.parallel.pipeline.orders import read_orders
+
+        if not self.pass_order:
+            return None
+        try:
+            every = read_orders(tuple(self.pass_order), stages, self.chunks, first)
+        except ValueError as error:
+            raise ConfigError(f"`{self.name}.pass_order`: {error}", hint="plan again, or remove the setting") from error
+        return every if sum(one.part == 0 and not one.backward for one in every[0]) == micro else None
+
     def as_trained(self, model: nn.Module, world: World, features: Iterable[Feature]) -> Pipeline:
         """The same with the cuts and the place of embeddings that training uses where they are not set."""
         from shoestring.parallel.pipeline.stage import Layout
@@ -301,7 +325,9 @@ class Pipeline(Feature):
         sends = [links.seconds("message", group, step.hidden(block)) for block in boundaries] if links else []
         step.parts = tuple(self.cut(costs, stages, sends))
         first = -1 if step.first < 0 else 0
-        step.passes = orders(stages, self.chunks, step.micro, self.schedule, self.ahead, first=first)
+        step.passes = self.planned_passes(stages, first, step.micro) or orders(
+            stages, self.chunks, step.micro, self.schedule, self.ahead, first=first
+        )
         return replace(settled, cuts=tuple(part.start for part in step.parts[1:]))
 
     def explain(self, attachments: Attachments) -> str:
@@ -312,7 +338,10 @@ class Pipeline(Feature):
             return "off: one stage"
         parts = self.parts(Layout(attachments.module), stages)
         counts = ", ".join(str(len(part)) for part in parts)
-        return f"{stages} stages of {counts} blocks" + (f", {self.chunks} parts each" if self.chunks > 1 else "")
+        order = ", passes in the order of a plan" if self.pass_order else ""
+        return (
+            f"{stages} stages of {counts} blocks" + (f", {self.chunks} parts each" if self.chunks > 1 else "") + order
+        )
 
     def reduction(self, trace: Trace) -> Reduction | None:
         facts, steps = trace.facts, max(trace.steps, 1)
@@ -352,6 +381,10 @@ class Tensor(Feature):
     heads: tuple[str, ...] = ()
     """Module attributes with a number of heads or features, such as `blocks.*.attention.heads`; they are divided by the
     number of ranks."""
+    tiles: int = 1
+    """Number of tiles in which layers of `rows` compute their outputs, so that ranks add up one tile while they compute
+    the next. With 2 or more, gradients of inputs also travel while those of weights are computed, where a layer alone
+    reads its input. More tiles hide more of the messages, but each message has its latency."""
 
     seams: ClassVar = (Seam.SHARD,)
 
@@ -360,8 +393,9 @@ class Tensor(Feature):
         return (tensor.TENSOR,)
 
     def arrange(self, world: World) -> World:
-        if self.ways < 0:
-            raise ConfigError(f"`{self.name}.ways` must be at least 0, got {self.ways}")
+        for name, least in (("ways", 0), ("tiles", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
         ways = self.ways or world.ranks_over([LOCAL])
         if ways == 1 or tensor.TENSOR in world.axes:
             return world if ways == 1 else world.split(LOCAL, tensor.TENSOR, ways)
@@ -389,7 +423,7 @@ class Tensor(Feature):
     def plan(self, step: StepPlan) -> Tensor:
         ways = step.world.ranks_over([tensor.TENSOR])
         if ways > 1:
-            step.ways, step.over_ways = ways, (tensor.TENSOR,)
+            step.ways, step.over_ways, step.tiles = ways, (tensor.TENSOR,), self.tiles
             step.whole_vocabulary = not self.splits_vocabulary(step.features)
         return replace(self, ways=ways)
 
@@ -400,7 +434,8 @@ class Tensor(Feature):
 
     def explain(self, attachments: Attachments) -> str:
         ways = attachments.world.ranks_over([tensor.TENSOR])
-        return f"each layer is split over {ways} ranks" if ways > 1 else "off: one rank"
+        tiles = f", and computes in {self.tiles} tiles" if self.tiles > 1 else ""
+        return f"each layer is split over {ways} ranks{tiles}" if ways > 1 else "off: one rank"
 
     def reduction(self, trace: Trace) -> Reduction | None:
         facts, steps = trace.facts, max(trace.steps, 1)

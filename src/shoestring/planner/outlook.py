@@ -10,6 +10,7 @@ import torch
 from shoestring.core.feature import Feature
 from shoestring.core.world import World
 from shoestring.planner.measure import measure
+from shoestring.planner.reordering import with_overlap
 from shoestring.planner.search import Costs, PlanSearch, TrainingPlan, TrainingWay
 from shoestring.planning.links import time_collective
 from shoestring.planning.step import Links, ModelCosts
@@ -40,7 +41,8 @@ class Outlook:
 
         For `slowdown`, see `simulate`.
         """
-        return self.search.plans(self.ways, self.costs, self.links, slowdown or {}, self.room)
+        plans = self.search.plans(self.ways, self.costs, self.links, slowdown or {}, self.room)
+        return with_overlap(plans, self.links, slowdown, self.room)
 
     def priced(self, run: Run, slowdown: Mapping[str, float] | None = None) -> TrainingPlan:
         """Predict the plan that corresponds to a run file's own settings."""

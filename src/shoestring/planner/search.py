@@ -39,6 +39,8 @@ REPLACEABLE = (DDP(), DDP(hosts="leave"))
 """The default features at SHARD, which a plan may replace. DDP with other settings is the user's choice, and stays."""
 Costs = Mapping[str, ModelCosts]
 """Maps the name of a feature of `PlanSearch.also` to the costs of the model with it; "" to the costs without any."""
+LONG = 120
+"""Characters of a setting's value above which a plan's text leaves it out."""
 CLOSE = 0.02
 """A plan with fewer features is chosen instead of the fastest plan if it takes at most this fraction longer."""
 
@@ -100,11 +102,11 @@ def _describe(feature: Feature) -> str:
     kind = type(feature)
     named = {name: getattr(feature, name) for name in kind.__dataclass_fields__}
     defaults = {name: field.default for name, field in kind.__dataclass_fields__.items()}
-    changed = [
-        f"{name}={[*value] if isinstance(value, tuple) else value!r}"
-        for name, value in named.items()
-        if value != defaults[name]
-    ]
+    changed = list[str]()
+    for name, value in named.items():
+        if value != defaults[name]:
+            written = str([*value]) if isinstance(value, tuple) else repr(value)
+            changed.append(f"{name}={written if len(written) <= LONG else '[…]'}")
     return feature.name.partition(".")[2] + (f"({', '.join(changed)})" if changed else "")
 
 

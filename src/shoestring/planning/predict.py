@@ -5,12 +5,14 @@ For each pipeline stage, one rank is simulated, and the memory that this rank ho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from shoestring.core.trace import Trace
+from shoestring.planning.schedule import ROUNDS, schedule
 from shoestring.planning.simulate import Task, makespan, simulate
 from shoestring.planning.step import Links, PartCosts, StagePass, StepPlan
 
@@ -55,15 +57,46 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
 
 
 def tasks_of(step: StepPlan, links: Links) -> list[Task]:
-    """The tasks of a step, of one rank of each stage, in the order in which each resource does them."""
+    """The tasks of a step, of one rank of each stage, in the order in which each resource does them.
+
+    `after` says all that a task needs, so tasks may be put into another order (`planning.schedule`).
+    """
     building = _Building(step, links)
     building.passes()
     return building.tasks
 
 
+def with_order(step: StepPlan, links: Links, more: int = 0, rounds: int = ROUNDS) -> StepPlan:
+    """The step with the passes of its stages in an order in which it may end earlier.
+
+    Args:
+        more: number of micro-batches of each part whose activations a stage may hold in addition to those that it holds
+            in the given order. rounds: see `schedule`.
+    """
+    building = _Building(step, links, {part: count + more for part, count in in_flight(step).items()})
+    building.passes()
+    planned = schedule(building.tasks, rounds)
+    passes: list[list[StagePass]] = [[] for _ in range(step.stages)]
+    every = {(one.part, one.backward, one.micro): one for order in step.passes for one in order}
+    counts = Counter[tuple[int, bool]]()
+    for index in planned.order:
+        if index in building.begins:
+            stage, one = building.begins[index]
+            kind = one.part, one.backward
+            # Micro-batches take equally long, so they keep their numbers' order, also where the schedule draws others.
+            passes[stage].append(every[one.part, one.backward, counts[kind]])
+            counts[kind] += 1
+    return replace(step, passes=passes)
+
+
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
+_SUMMED = 0.3
+"""Part of a forward pass through a block in split layers whose outputs ranks add up: of a transformer's 12 products of
+width d x d, these are 3.7."""
+_WEIGHT_GRADIENTS = 0.35
+"""Part of a backward pass through a block in which it computes gradients of the weights of its other layers."""
 _PIECE = 2**18
 """Bytes of a message when updated weights are gathered; slow links carry more bytes a second in short messages."""
 
@@ -71,9 +104,12 @@ _PIECE = 2**18
 class _Building:
     """Builds the tasks of a step, for one rank of each stage."""
 
-    def __init__(self, step: StepPlan, links: Links) -> None:
+    def __init__(self, step: StepPlan, links: Links, limits: Mapping[int, int] | None = None) -> None:
         self.step, self.links, self.model = step, links, step.model
         self.tasks: list[Task] = []
+        self.begins = dict[int, tuple[int, StagePass]]()  # first task of a pass -> its stage, and the pass
+        self.released = dict[int, list[int]]()  # part -> last tasks of its backward passes, which free activations
+        self.limits = limits or {}  # part -> micro-batches that may be in flight in any order of the tasks
         self.ends = dict[tuple[int, int, bool], int]()  # pass -> index of its last task, which delivers its result
         self.waiting = {stage: [0.0] * len(step.averages) for stage in range(step.stages)}  # bytes in unsent buckets
         self.wires = {stage: list[int]() for stage in range(step.stages)}  # transfers that the optimizer must wait for
@@ -118,7 +154,12 @@ class _Building:
         if needed is not None and needed not in self.ends:
             return False
         after = [self.ends[needed]] if needed is not None else []
-        ended = self._compute(stage, one, after)
+        begun = len(self.tasks)
+        ended = self._compute(stage, one, [*after, *self._waits(one)])
+        first = next(index for index in range(begun, len(self.tasks)) if self.tasks[index].kind == "compute")
+        self.begins[first] = stage, one
+        if one.backward:
+            self.released.setdefault(one.part, []).append(ended)
         crosses = one.part > step.first if one.backward else one.part < last
         if crosses and step.stages > 1:
             part = one.part - 1 if one.backward else one.part  # sends the results of `part`, or their gradients
@@ -128,6 +169,19 @@ class _Building:
             ended = self._task("messages", "wire", seconds, "egress", stage, [ended], nbytes)
         self.ends[one.part, one.micro, one.backward] = ended
         return True
+
+    def _waits(self, one: StagePass) -> list[int]:
+        """What a pass waits for in any order of tasks, beside the pass that feeds it.
+
+        Before gradients are averaged, those of all micro-batches are added up. A forward pass over the limit waits for
+        a backward pass that frees the memory of as many activations.
+        """
+        released = self.released.get(one.part, [])
+        if one.backward:
+            return released if self.step.averages and one.micro == self.step.micro - 1 else []
+        begun = sum(part == one.part and not backward for part, _, backward in self.ends) if self.limits else 0
+        limit = self.limits.get(one.part, begun + 1)
+        return [released[begun - limit]] if begun >= limit else []
 
     def _compute(self, stage: int, one: StagePass, after: Sequence[int]) -> int:
         """Add the tasks of a pass; returns the index of the last one."""
@@ -147,7 +201,7 @@ class _Building:
         name = "backward" if one.backward else "forward"
         ended, gathers = -1, list[int]()
         for number, piece in enumerate(pieces):
-            waits = [*after] if not number else []
+            waits = [*after] if not number else [ended]
             if step.gathered:
                 if not number:
                     gathers.append(self._gather(stage, piece, one, []))
@@ -156,12 +210,24 @@ class _Building:
                 waits += [gathers[number]] if gathers[number] >= 0 else []
             ended = self._task(name, "compute", piece.seconds, "stage", stage, waits)
             if piece.calls:
-                group = step.group(step.over_ways)
-                seconds = piece.calls * self.links.seconds("all-reduce", group, piece.exchanged / piece.calls)
-                ended = self._task("activations of split layers", "wire", seconds, "stage", stage, (), piece.exchanged)
+                seconds = self._activations(piece, backward=one.backward)
+                ended = self._task(
+                    "activations of split layers", "wire", seconds, "stage", stage, [ended], piece.exchanged
+                )
             if averaged:
                 self._average(stage, one, piece.trained, ended, number == len(pieces) - 1)
         return ended
+
+    def _activations(self, piece: _Piece, *, backward: bool) -> float:
+        """Seconds of a pass in which ranks that share layers exchange activations and do nothing else."""
+        group, tiles = self.step.group(self.step.over_ways), self.step.tiles
+        whole = piece.calls * self.links.seconds("all-reduce", group, piece.exchanged / piece.calls)
+        if tiles == 1:
+            return whole
+        if backward:  # while the gradients of weights are computed
+            return max(whole - _WEIGHT_GRADIENTS * piece.seconds, 0.0)
+        parted = piece.calls * tiles * self.links.seconds("all-reduce", group, piece.exchanged / piece.calls / tiles)
+        return max(parted - _SUMMED * piece.seconds * (tiles - 1) / tiles, parted / tiles)
 
     def _pieces(self, one: StagePass) -> Iterator[_Piece]:
         """Yield the work of a pass, block by block, in the order of execution."""
@@ -223,14 +289,12 @@ class _Building:
     def _update(self, stage: int) -> None:
         """Add the optimizer step of a stage, which starts once the stage's gradients are averaged."""
         step, model = self.step, self.model
-        after = [*self.wires[stage]]
+        own = [index for index, task in enumerate(self.tasks) if task.resource == f"stage {stage}"]
+        after = [*self.wires[stage], *own]
         weights = _weights_of(step, stage)
         if step.sums_tied and stage in (0, step.stages - 1):
             seconds = self.links.seconds("swap", step.group(step.over_stages), model.tied)
-            own = [index for index, task in enumerate(self.tasks) if task.resource == f"stage {stage}"]
-            after = [
-                self._task("tied weights", "wire", seconds, "egress", stage, [*after, own[-1]], model.tied),
-            ]
+            after = [self._task("tied weights", "wire", seconds, "egress", stage, after, model.tied)]
         seconds = model.optimizer * weights / step.divided["optimizer"]
         ended = self._task("optimizer", "compute", seconds, "stage", stage, after)
         if step.regathered:
@@ -238,6 +302,17 @@ class _Building:
             pieces = max(round(weights / group.ranks / _PIECE), 1)
             seconds = pieces * self.links.seconds("all-gather", group, weights / group.ranks / pieces)
             self._task("updated weights", "wire", seconds, "wire", stage, [ended], weights)
+
+
+def in_flight(step: StepPlan) -> dict[int, int]:
+    """For each part of a pipeline, the number of micro-batches whose activations its stage holds at most."""
+    most = dict[int, int]()
+    for order in step.passes if step.stages > 1 else ():
+        now = Counter[int]()
+        for one in order:
+            now[one.part] += -1 if one.backward else 1
+            most[one.part] = max(most.get(one.part, 1), now[one.part])
+    return most
 
 
 class _Piece(NamedTuple):

@@ -169,6 +169,8 @@ class StepPlan:
     ways: int = 1
     """Number of ranks over which each layer is split."""
     over_ways: tuple[str, ...] = ()
+    tiles: int = 1
+    """Number of tiles in which split layers compute what ranks add up, so that messages and computation overlap."""
     whole_vocabulary: bool = True
     averages: list[GradientExchange] = field(default_factory=list)
     gathered: tuple[str, ...] = ()

@@ -314,7 +314,7 @@ def _unlike(plans: Sequence[TrainingPlan], numbers: Sequence[int], first: int) -
 
 
 def _kinds(plan: TrainingPlan) -> tuple[object, ...]:
-    return (*(type(feature) for feature in plan.added), plan.step.stages, plan.step.ways)
+    return (*(type(feature) for feature in plan.added), plan.step.stages, plan.step.ways, plan.step.tiles)
 
 
 def _auto(run: Run) -> Auto:

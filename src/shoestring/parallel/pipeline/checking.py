@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoestring._torch import reorders_messages
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
@@ -26,6 +27,10 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
         return
     layout = Layout(attachments.module)
     parts, first = settings.parts(layout, stages), first_part(layout, settings, attachments.features)
+    settings.planned_passes(stages, first, micro=0)  # raises an error if they are none
+    if settings.pass_order and reorders_messages(attachments.module):
+        message = f"`{settings.name}.pass_order` orders messages, and so does torch's aten_distributed_optimizations"
+        raise ConfigError(message, hint="switch off enable_overlap_scheduling in it, or leave out one of the two")
     for index in range(stages):
         held = layout.held(parts, own_parts(parts, first, index, stages), first)
         if not any(parameter.requires_grad for parameter in held):

@@ -9,12 +9,16 @@ vocabulary.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from shoestring.planning.step import StagePass
+
 Schedule = Literal["1f1b", "gpipe"]
+_PASS = re.compile(r"(?P<way>[fb])(?P<part>-?\d+)\.(?P<micro>\d+)")
 
 
 class Pass(NamedTuple):
@@ -95,6 +99,60 @@ def orders(
         else:
             now += 1
     return result
+
+
+def write_order(order: Sequence[StagePass]) -> str:
+    """The passes of a stage as text: `f0.3` is the forward pass of micro-batch 3 through part 0, `b0.3` its backward
+    pass."""
+    return " ".join(f"{'b' if one.backward else 'f'}{one.part}.{one.micro}" for one in order)
+
+
+@cache
+def read_orders(texts: tuple[str, ...], stages: int, chunks: int, first: int = 0) -> tuple[list[Pass], ...]:
+    """The passes of each stage that `write_order` has written.
+
+    Args:
+        first: index of the first part.
+
+    Raises:
+        ValueError: the passes are not those of a training step of so many stages, or the stages wait for each other.
+    """
+    if len(texts) != stages:
+        raise ValueError(f"there are {len(texts)} orders for {stages} stages")
+    every = tuple([_read_pass(word) for word in text.split()] for text in texts)
+    micro, parts = 1 + max((one.micro for order in every for one in order), default=-1), range(first, stages * chunks)
+    for stage, order in enumerate(every):
+        wanted = {
+            Pass(part, m, way)
+            for part in parts
+            if part % stages == stage
+            for m in range(micro)
+            for way in (False, True)
+        }
+        if len(order) != len(wanted) or {*order} != wanted:
+            odd = sorted({*order} ^ wanted)[:1]
+            raise ValueError(f"stage {stage} needs each of its {len(wanted)} passes once: see {write_order(odd)}")
+    done, places, passes = set[Pass](), [0] * stages, {one for order in every for one in order}
+    while len(done) < len(passes):
+        before = len(done)
+        for stage, order in enumerate(every):
+            for one in order[places[stage] :]:
+                needed = {one._replace(part=one.part + (1 if one.backward else -1))} & passes
+                needed |= {one._replace(backward=False)} if one.backward else set()
+                if not needed <= done:
+                    break
+                done.add(one)
+                places[stage] += 1
+        if len(done) == before:
+            raise ValueError("the stages wait for each other")
+    return every
+
+
+def _read_pass(word: str) -> Pass:
+    read = _PASS.fullmatch(word)
+    if read is None:
+        raise ValueError(f"`{word}` is no pass, such as f0.3 or b0.3")
+    return Pass(int(read["part"]), int(read["micro"]), read["way"] == "b")
 
 
 def _held(stages: int, chunks: int, stage: int, ahead: int) -> int:

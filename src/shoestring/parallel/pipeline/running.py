@@ -88,7 +88,8 @@ class Running:
             tuple((tuple(leaf.shape), leaf.dtype) for leaf in of_batch if isinstance(leaf, Tensor))
             for of_batch in leaves
         ]
-        every = orders(
+        planned = settings.planned_passes(self.stages, self.first, len(forms)) if training else None
+        every = planned or orders(
             self.stages, settings.chunks, len(forms), settings.schedule, settings.ahead, training, self.first
         )
         before, behind = (index - 1) % self.stages, (index + 1) % self.stages

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.core.trace import Trace, span
@@ -34,6 +35,19 @@ class SharingRanks:
             dist.all_reduce(tensor, group=self.group)
         self._count(tensor.nbytes * counted, began)
         return tensor
+
+    def begin_sum(self, tensor: Tensor, *, counted: bool = True) -> Callable[[], None]:
+        """Begin to sum a contiguous tensor over the ranks, in place; returns a function that waits for the sum."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            began = time.perf_counter()
+            with span("tensor", "wire", tensor.nbytes):
+                work.wait()
+            self._count(tensor.nbytes * counted, began)
+
+        return wait
 
     def gather(self, tensor: Tensor, sizes: Sequence[int], *, counted: bool = True) -> Tensor:
         """Concatenate the parts of all ranks along the last dimension; `sizes` are the sizes of the parts there."""
@@ -75,6 +89,70 @@ class SumParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return grad_outputs[0], None
+
+
+class SumTiles(torch.autograd.Function):
+    """A linear layer whose outputs are summed over ranks in tiles: one tile travels while the next one is computed.
+
+    A tile has some of the positions, so each is computed by itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: SharingRanks, tiles: int) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        outputs, waits = list[Tensor](), list[Callable[[], None]]()
+        whole = hidden.reshape(-1, hidden.shape[-1])
+        for rows in whole.tensor_split(max(min(tiles, len(whole)), 1)):
+            outputs.append(F.linear(rows, weight))
+            waits.append(ranks.begin_sum(outputs[-1], counted=ctx.needs_input_grad[0]))
+        for wait in waits:
+            wait()
+        return torch.cat(outputs).view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight = ctx.saved_tensors
+        return (
+            _input_gradient(grad_outputs[0], hidden, weight),
+            _weight_gradient(grad_outputs[0], hidden, weight),
+            None,
+            None,
+        )
+
+
+class OverlappedColumns(torch.autograd.Function):
+    """A linear layer that alone reads its input: the gradient of the input is summed over ranks while that of the
+    weight is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: SharingRanks) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.ranks = ranks
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+        (gradient,), (hidden, weight) = grad_outputs, ctx.saved_tensors
+        of_input, wait = None, None
+        if ctx.needs_input_grad[0]:
+            of_input = _input_gradient(gradient, hidden, weight)
+            wait = ctx.ranks.begin_sum(of_input)
+        of_weight = _weight_gradient(gradient, hidden, weight)
+        of_bias = gradient.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        if wait is not None:
+            wait()
+        return of_input, of_weight, of_bias, None
+
+
+def _input_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of a linear layer's input, contiguous."""
+    return (gradient @ weight.to(gradient.dtype)).to(hidden.dtype).contiguous()
+
+
+def _weight_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of a linear layer's weight."""
+    rows, columns = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+    return (rows.t() @ columns.to(gradient.dtype)).to(weight.dtype)
 
 
 class GatherParts(torch.autograd.Function):

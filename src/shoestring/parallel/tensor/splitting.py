@@ -22,7 +22,14 @@ from shoestring.figures import percent
 from shoestring.models import hf
 from shoestring.models.blocks import is_transposed
 from shoestring.models.gpt import Embedding
-from shoestring.parallel.tensor.collectives import GatherParts, SharedInput, SharingRanks, SumParts
+from shoestring.parallel.tensor.collectives import (
+    GatherParts,
+    OverlappedColumns,
+    SharedInput,
+    SharingRanks,
+    SumParts,
+    SumTiles,
+)
 from shoestring.parallel.tensor.names import HELD_FACT, TENSOR, WHOLE_FACT
 from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
 
@@ -39,7 +46,7 @@ def attach(attachments: Attachments, settings: Settings) -> None:
     if attachments.world.ranks_over([TENSOR]) > 1:
         attachments.claim([TENSOR], trained=True, whole=True)
         plan = plan_of(attachments.module, settings, settings.splits_vocabulary(attachments.features))
-        Splitting(attachments, plan).attach()
+        Splitting(attachments, plan, settings.tiles).attach()
 
 
 def _fingerprint(stepped: DTensor) -> Tensor:
@@ -57,13 +64,14 @@ def _is_trained(parameter: Tensor) -> bool:
 class Splitting:
     """Splits a model's layers, and runs this rank's parts of them."""
 
-    def __init__(self, attachments: Attachments, plan: SplitPlan) -> None:
+    def __init__(self, attachments: Attachments, plan: SplitPlan, tiles: int) -> None:
         world = attachments.world
         group, mesh = world.group([TENSOR]), world.mesh
         assert group is not None and mesh is not None
         # the ranks that have the same layers: those that share the layers, and those that read other samples
         mesh = mesh[tuple(axis for axis in world.axes if axis in (*DATA, TENSOR))]
         self.attachments, self.model, self.plan, self.mesh = attachments, attachments.module, plan, mesh
+        self.tiles = tiles
         self.ranks = SharingRanks(group, attachments.trace)
         self.parts: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter -> this rank's part of it
         self.stepped: dict[nn.Parameter, DTensor] = {}  # part or shared parameter -> tensor that the optimizer steps
@@ -282,15 +290,35 @@ class Splitting:
             self._set(module, "nx" if is_transposed(module) else "in_features", size)
         else:
             self._set(module, "nf" if is_transposed(module) else "out_features", size)
-            if cut.way == "columns":
+            if cut.way == "columns" and self.tiles > 1 and self._reads_alone(name, module):
+                self.attachments.patch(module, partial(self._columns, module))
+            elif cut.way == "columns":
                 self.attachments.patch(module, lambda hidden: inner(reading(hidden)))
             else:
                 self.attachments.patch(module, partial(self._gathered, inner, reading, sizes))
 
+    def _reads_alone(self, name: str, module: nn.Module) -> bool:
+        """Whether no other split layer reads the input of a layer, which computes nothing else than a linear layer."""
+        parent = name.rpartition(".")[0]
+        readers = [
+            other for other, cut in self.layers.items() if other.rpartition(".")[0] == parent and cut.way != "rows"
+        ]
+        return readers == [name] and "forward" not in vars(module)
+
+    def _columns(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+        weight = weight.t() if is_transposed(module) else weight
+        output = OverlappedColumns.apply(hidden, weight, bias, self.ranks)
+        assert isinstance(output, Tensor)
+        return output
+
     def _rows(self, module: nn.Module, hidden: Tensor) -> Tensor:
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        output = hidden @ weight if is_transposed(module) else F.linear(hidden, weight)
-        output = SumParts.apply(output, self.ranks)
+        if self.tiles > 1:
+            output = SumTiles.apply(hidden, weight.t() if is_transposed(module) else weight, self.ranks, self.tiles)
+        else:
+            output = hidden @ weight if is_transposed(module) else F.linear(hidden, weight)
+            output = SumParts.apply(output, self.ranks)
         assert isinstance(output, Tensor)
         return output if bias is None else output + bias
 

@@ -1,0 +1,307 @@
+"""The program of one rank of a divided step: operators on the rank's parts of tensors, and messages between ranks.
+
+All ranks have the same program, with their own data, and `running` runs it. A message is two nodes, `begin_move` and
+`end_move`; what lies between them runs while the message travels. Programs are graphs of torch.fx and are changed by
+building new ones: into another order, with several tensors in one message (here), or with messages in tiles (`tiles`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shoestring.graph.costs import GraphCosts, is_view
+from shoestring.graph.lockstep import local_arguments, local_operator
+from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule
+from shoestring.graph.trace import JointTrace, inputs_of, outputs_of
+from shoestring.planning.simulate import Task
+
+LAUNCH = 5e-6
+"""Seconds that an operator takes at least, however small its tensors are."""
+
+
+def begin_move(tensors: Sequence[Tensor], source: Placement, target: Placement) -> Any:
+    """Begin to move tensors from one placement to another, in one message; a rank gives what it has of them."""
+    raise NotImplementedError("a program's messages are run by `graph.running`")
+
+
+def end_move(message: Any) -> tuple[Tensor, ...]:
+    """Wait for a message; returns what a rank has of the moved tensors."""
+    raise NotImplementedError("a program's messages are run by `graph.running`")
+
+
+def take_shard(tensor: Tensor, dim: int) -> Tensor:
+    """A rank's shard of a tensor that every rank has."""
+    raise NotImplementedError("shards are taken by `graph.running`")
+
+
+def exchange(compute: Callable[..., Any], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute an operator whose ranks add up numbers within it: see `InnerExchange`."""
+    raise NotImplementedError("exchanges within operators are run by `graph.running`")
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank computes of a step, and how the step's inputs and outputs lie on the ranks."""
+
+    graph: fx.Graph
+    ranks: int
+    inputs: tuple[Placement, ...]
+    """Placement of each placeholder."""
+    outputs: tuple[Placement, ...]
+    """Placement of each output."""
+
+    @property
+    def messages(self) -> list[fx.Node]:
+        """The nodes that begin messages, in order."""
+        return [node for node in self.graph.nodes if node.target is begin_move]
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def rank_program(step: JointTrace, plan: Mapping[fx.Node, ShardingRule], ranks: int) -> RankProgram:
+    """The program of a rank for a step that is divided by a plan.
+
+    Args:
+        plan: a rule for each operator, and for each placeholder one that has only an output.
+
+    Raises:
+        ValueError: the graph has other nodes than placeholders and operators, or the plan makes sums of whole tensors.
+    """
+    building = _RankBuilding(plan, ranks)
+    wanted = {gradient: step.nodes.parameters[name] for name, gradient in step.nodes.gradients.items()}
+    placeholders, outputs = list[Placement](), list[Placement]()
+    for node in step.module.graph.nodes:
+        if node.op == "output":
+            results = list[Any]()
+            for result in node.args[0]:
+                target = plan[wanted[result]].outputs[0] if result in wanted else WHOLE
+                outputs.append(target)
+                results.append(building.moved(result, target) if isinstance(result, fx.Node) else None)
+            building.graph.output(tuple(results))
+        elif node.op == "placeholder":
+            placeholders.append(plan[node].outputs[0])
+            building.add(node, building.graph.placeholder(node.name), plan[node].outputs)
+        elif node.op == "call_function":
+            building.call(node)
+        else:
+            raise ValueError(f"`{node.name}` is no operator, but a {node.op}")
+    return RankProgram(building.graph, ranks, tuple(placeholders), tuple(outputs))
+
+
+class _RankBuilding:
+    """A program that is being built: nodes of the step -> nodes of the program, and their placements."""
+
+    def __init__(self, plan: Mapping[fx.Node, ShardingRule], ranks: int) -> None:
+        self.plan, self.ranks, self.graph = plan, ranks, fx.Graph()
+        self.local = dict[fx.Node, fx.Node]()
+        self.placements = dict[fx.Node, tuple[Placement, ...]]()
+        self._moved = dict[tuple[fx.Node, Placement], fx.Node]()
+
+    def add(self, node: fx.Node, local: fx.Node, placements: tuple[Placement, ...]) -> None:
+        local.meta["val"] = local_value(node.meta.get("val"), placements, self.ranks)
+        self.local[node], self.placements[node] = local, placements
+
+    def call(self, node: fx.Node) -> None:
+        """Add an operator, behind the messages that it needs."""
+        if node.target is operator.getitem:
+            source, place = node.args
+            assert isinstance(source, fx.Node) and isinstance(place, int)
+            picked = self.graph.call_function(operator.getitem, (self.local[source], place))
+            self.add(node, picked, (self.placements[source][place],))
+        elif node in self.plan:
+            rule = self.plan[node]
+            sources = [self.moved(one, to) for one, to in zip(inputs_of(node), rule.inputs, strict=True)]
+            args, kwargs = local_arguments(node, rule, sources, self.ranks)
+            if rule.exchange is None:
+                local = self.graph.call_function(local_operator(node), tuple(args), kwargs)
+            else:
+                call: tuple[Any, ...] = (rule.exchange.compute, node.target, tuple(args), kwargs)
+                local = self.graph.call_function(exchange, call)
+                local.meta["exchanged"] = node, rule
+            self.add(node, local, rule.outputs)
+        else:
+            local = self.graph.node_copy(node, lambda source: self.local[source])
+            self.add(node, local, (WHOLE,) * len(outputs_of(node)))
+
+    def moved(self, node: fx.Node, target: Placement) -> fx.Node:
+        """What a rank has of a tensor in another placement; a tensor is moved only once to each."""
+        local, source = self.local[node], self.placements[node][0]
+        if source == target:
+            return local
+        if (node, target) not in self._moved:
+            value = local_value(node.meta["val"], (target,), self.ranks)
+            if source == WHOLE:
+                if target == SUM:
+                    raise ValueError(f"`{node.name}` is whole on every rank, and the plan reads it as a sum")
+                moved = self.graph.call_function(take_shard, (local, target))
+            else:
+                (moved,) = add_message(self.graph, [local], source, target, [value])
+            moved.meta["val"] = value
+            self._moved[node, target] = moved
+        return self._moved[node, target]
+
+
+def add_message(
+    graph: fx.Graph, tensors: Sequence[fx.Node], source: Placement, target: Placement, values: Sequence[Any]
+) -> list[fx.Node]:
+    """Add a message to a graph, begun and awaited; returns the moved tensors, which have these `values` as meta."""
+    begun = graph.call_function(begin_move, (tuple(tensors), source, target))
+    begun.meta["val"] = None
+    ended = graph.call_function(end_move, (begun,))
+    ended.meta["val"] = tuple(values)
+    picks = [graph.call_function(operator.getitem, (ended, place)) for place in range(len(values))]
+    for pick, value in zip(picks, values, strict=True):
+        pick.meta["val"] = value
+    return picks
+
+
+def local_value(value: Any, placements: Sequence[Placement], ranks: int) -> Any:
+    """What a rank has of an operator's outputs, as tensors without data."""
+    if isinstance(value, list | tuple):
+        pairs = zip(value, placements, strict=True)
+        return tuple(local_value(one, (placement,), ranks) for one, placement in pairs)
+    if not isinstance(value, Tensor):
+        return value
+    sizes = [size // ranks if dim == placements[0] else size for dim, size in enumerate(value.shape)]
+    return torch.empty(sizes, dtype=value.dtype, device="meta")
+
+
+# -- tasks and orders --------------------------------------------------------------------------------------------------
+
+PROCESSOR, LINK = "processor", "link"
+"""The resources of a rank."""
+
+
+@dataclass(frozen=True)
+class ProgramTasks:
+    """The tasks of a program, for `planning.schedule`."""
+
+    tasks: list[Task]
+    nodes: list[fx.Node]
+    """The operator, or the beginning of the message, that each task is."""
+
+
+def program_tasks(program: RankProgram, costs: GraphCosts) -> ProgramTasks:
+    """The tasks of a program: its operators on the processor, and its messages on the link.
+
+    Views, and ends of messages, are no tasks: who reads them waits for what they are made of.
+    """
+    tasks, nodes, after = list[Task](), list[fx.Node](), dict[fx.Node, frozenset[int]]()
+    for node in program.graph.nodes:
+        needed = frozenset[int]().union(*(after[source] for source in node.all_input_nodes))
+        if node.op == "call_function" and not _is_free(node):
+            wire = node.target is begin_move
+            seconds = message_seconds([node], costs) if wire else operator_seconds(node, costs)
+            nbytes = sum(tensor.meta["val"].nbytes for tensor in inputs_of(node)) if wire else 0
+            resource = LINK if wire else PROCESSOR
+            tasks.append(
+                Task(node.name, "wire" if wire else "compute", seconds, resource, tuple(sorted(needed)), nbytes)
+            )
+            nodes.append(node)
+            needed = frozenset([len(tasks) - 1])
+        after[node] = needed
+    return ProgramTasks(tasks, nodes)
+
+
+def _is_free(node: fx.Node) -> bool:
+    if node.target in (operator.getitem, end_move):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node)
+
+
+def operator_seconds(node: fx.Node, costs: GraphCosts) -> float:
+    """Seconds of an operator on a rank's own tensors."""
+    if node.target is exchange:
+        return LAUNCH + costs.operator(*node.meta["exchanged"])
+    if node.target is take_shard:
+        return LAUNCH + 2 * node.meta["val"].nbytes / costs.copy
+    whole = ShardingRule((WHOLE,) * len(outputs_of(node)), (WHOLE,) * len(inputs_of(node)))
+    return LAUNCH + costs.operator(node, whole)
+
+
+def message_seconds(begun: Iterable[fx.Node], costs: GraphCosts) -> float:
+    """Seconds of a message with the tensors of several messages of one kind."""
+    nbytes, kinds = 0, set[tuple[Placement, Placement]]()
+    for node in begun:
+        _, source, target = node.args
+        assert isinstance(source, int) and isinstance(target, int)
+        kinds.add((source, target))
+        shards = costs.ranks if source >= 0 else 1
+        nbytes += sum(tensor.meta["val"].nbytes for tensor in inputs_of(node)) * shards
+    ((source, target),) = kinds
+    return costs.move(source, target, nbytes)
+
+
+def message_kind(begun: fx.Node) -> tuple[Any, Any, torch.dtype]:
+    """What messages must share to be one: both placements, and the type of their tensors."""
+    _, source, target = begun.args
+    return source, target, inputs_of(begun)[0].meta["val"].dtype
+
+
+def in_program_order(program: RankProgram, groups: Sequence[Sequence[fx.Node]]) -> RankProgram:
+    """The program with its operators and messages in another order.
+
+    Args:
+        groups: the nodes of the tasks in order. Several nodes are messages of one kind that become one message.
+    """
+    ordering = _Ordering(program)
+    for group in groups:
+        if len(group) == 1:
+            ordering.emit(group[0])
+        else:
+            ordering.emit_together(group)
+    (output,) = [node for node in program.graph.nodes if node.op == "output"]
+    ordering.emit(output)
+    return RankProgram(ordering.graph, program.ranks, program.inputs, program.outputs)
+
+
+class _Ordering:
+    """A program that is copied in another order; views and ends of messages come right before who reads them first."""
+
+    def __init__(self, program: RankProgram) -> None:
+        self.graph, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        self._joined = dict[fx.Node, tuple[fx.Node, int]]()  # end of a message -> the joint message, its first tensor
+        self._ended = dict[fx.Node, fx.Node]()  # joint message -> its end
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                self.emit(node)
+
+    def emit(self, node: fx.Node) -> fx.Node:
+        """Copy a node behind all that it needs."""
+        if node in self.copies:
+            return self.copies[node]
+        sources = [self.emit(source) for source in node.all_input_nodes]
+        if node in self._joined:
+            joint, _ = self._joined[node]
+            if joint not in self._ended:
+                self._ended[joint] = self.graph.call_function(end_move, (joint,))
+                self._ended[joint].meta["val"] = joint.meta["values"]
+            copy = self._ended[joint]
+        elif node.target is operator.getitem and node.args[0] in self._joined:
+            _, first = self._joined[node.all_input_nodes[0]]
+            place = node.args[1]
+            assert isinstance(place, int)
+            copy = self.graph.call_function(operator.getitem, (sources[0], first + place))
+            copy.meta = dict(node.meta)
+        else:
+            copy = self.graph.node_copy(node, self.copies.__getitem__)
+        self.copies[node] = copy
+        return copy
+
+    def emit_together(self, begun: Sequence[fx.Node]) -> None:
+        """Copy several messages as one."""
+        tensors = [self.emit(tensor) for node in begun for tensor in inputs_of(node)]
+        _, source, target = begun[0].args
+        joint, values = self.graph.call_function(begin_move, (tuple(tensors), source, target)), list[Any]()
+        for node in begun:
+            (end,) = node.users
+            self.copies[node], self._joined[end] = joint, (joint, len(values))
+            values += end.meta["val"]
+        joint.meta |= {"val": None, "values": tuple(values)}

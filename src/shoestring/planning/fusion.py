@@ -1,0 +1,105 @@
+"""Fuses messages that one resource sends one after the other, where a step then ends no later.
+
+A message of several tensors has the latency of one. It can only start when all of them exist, so fusing pays where
+messages are short and something else is late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from shoestring.planning.schedule import TaskOrder, in_order, schedule
+from shoestring.planning.simulate import Task
+
+PASSES = 4
+"""Number of times that all neighbouring messages are tried."""
+
+Together = Callable[[Sequence[int]], float | None]
+"""Indices of messages -> seconds of one message that carries them all; None if there can be no such message."""
+
+
+@dataclass(frozen=True)
+class FusedTasks:
+    """Tasks of which some are fused messages."""
+
+    tasks: list[Task]
+    members: list[tuple[int, ...]]
+    """For each task, the indices of the given tasks that it does."""
+    schedule: TaskOrder
+    """A quick order of the tasks."""
+
+
+def fuse(tasks: Sequence[Task], together: Together) -> FusedTasks:
+    """Fuse messages (tasks of the kind "wire") that follow each other on their resource, if the step ends no later.
+
+    Like the order of `schedule`, the result does not depend on the order in which tasks are listed.
+
+    Raises:
+        ValueError: see `schedule`.
+    """
+    first = schedule(tasks, rounds=0)
+    fused = _in_its_order([*tasks], [(index,) for index in range(len(tasks))], first)
+    for _ in range(PASSES):
+        place, before = 0, len(fused.tasks)
+        while (pair := _next_pair(fused, place, together)) is not None:
+            place, one, other, seconds = pair
+            tried = _merged(fused, one, other, seconds)
+            if tried is not None and tried.schedule.seconds <= fused.schedule.seconds * (1 + 1e-12):
+                fused = tried  # the fused message may be fused with the next one
+            else:
+                place += 1
+        if len(fused.tasks) == before:
+            break
+    return fused
+
+
+def _in_its_order(tasks: list[Task], members: list[tuple[int, ...]], planned: TaskOrder) -> FusedTasks:
+    order = planned.order
+    identity = replace(planned, order=tuple(range(len(order))))
+    return FusedTasks(in_order(tasks, order), [members[index] for index in order], identity)
+
+
+def _next_pair(fused: FusedTasks, place: int, together: Together) -> tuple[int, int, int, float] | None:
+    """The first pair of neighbouring messages, from a place among all pairs on, that is shorter as one message.
+
+    Returns:
+        The place of the pair, its tasks, and the seconds of the message; None if there is no further pair.
+    """
+    pairs = list[tuple[int, int]]()
+    for resource in sorted({task.resource for task in fused.tasks}):
+        own = [index for index, task in enumerate(fused.tasks) if task.resource == resource]
+        pairs += [pair for pair in pairwise(own) if all(fused.tasks[index].kind == "wire" for index in pair)]
+    for at, (one, other) in enumerate(pairs[place:], place):
+        seconds = together((*fused.members[one], *fused.members[other]))
+        if seconds is not None and seconds < fused.tasks[one].seconds + fused.tasks[other].seconds:
+            return at, one, other, seconds
+    return None
+
+
+def _merged(fused: FusedTasks, one: int, other: int, seconds: float) -> FusedTasks | None:
+    """The tasks with two messages as one, in a quick order; None if the second waits for the first."""
+    tasks, reached = fused.tasks, {one}
+    for index in range(one + 1, other + 1):
+        if reached.intersection(tasks[index].after):
+            reached.add(index)
+    if other in reached:
+        return None
+    first, second = tasks[one], tasks[other]
+    both = replace(
+        first,
+        seconds=seconds,
+        nbytes=first.nbytes + second.nbytes,
+        after=tuple(sorted({*first.after, *second.after})),
+    )
+    # The fused message takes the place of the second one, which is behind all that either waits for.
+    places = {index: index - (index > one) for index in range(len(tasks))} | {one: other - 1}
+    merged = [both if index == other else task for index, task in enumerate(tasks) if index != one]
+    merged = [replace(task, after=tuple(sorted({places[earlier] for earlier in task.after}))) for task in merged]
+    members = [
+        (*fused.members[one], *fused.members[index]) if index == other else fused.members[index]
+        for index in range(len(tasks))
+        if index != one
+    ]
+    return _in_its_order(merged, members, schedule(merged, rounds=0))

@@ -1,0 +1,85 @@
+"""Programs of ranks of small divided steps, as they are, in tiles, and in the order that `overlap` finds."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.distributed as dist
+
+from shoestring.graph.costs import GraphCosts, ring
+from shoestring.graph.lockstep import difference, divide, random_plan, real_values, run_whole
+from shoestring.graph.overlap import overlap
+from shoestring.graph.program import rank_program
+from shoestring.graph.rules import RuleBook
+from shoestring.graph.running import run_rank
+from shoestring.graph.search import search
+from shoestring.graph.tiles import regions_of, tiled
+from shoestring.graph.trace import trace
+from shoestring.models.gpt import tiny
+from tests.graph.steps import Convolutional, WithLoss, texts
+
+
+def gpt():
+    model = tiny(vocab_size=32, context=8, dim=16, layers=1, heads=4, kv_heads=4, hidden=32)
+    return WithLoss(model).double(), texts(32, 8, batch=16)
+
+
+def pictures():
+    model = WithLoss(Convolutional()).double().train()
+    return model, (torch.randn(16, 3, 8, 8, dtype=torch.float64), torch.randint(4, (16,)))
+
+
+STEPS = {"gpt": gpt, "pictures": pictures}
+
+
+def traced(name):
+    """A step, and the values of its placeholders in order."""
+    torch.manual_seed(0)
+    model, batch = STEPS[name]()
+    step = trace(model, *batch)
+    values = real_values(step, model, *batch)
+    return step, values, [values[node] for node in step.module.graph.nodes if node.op == "placeholder"]
+
+
+def costs(ranks):
+    """Links on which messages take about as long as what they could overlap with."""
+    return GraphCosts.of(ring(ranks, latency=1e-6, bandwidth=2e9, flops=2e10, copy=4e9))
+
+
+def program_of(step, ranks, plan):
+    """The program of a rank, by the plan that the search finds or by a drawn one."""
+    book = RuleBook(ranks)
+    rules = search(step, book, costs(ranks)).rules if plan == "found" else random_plan(step, book, random.Random(plan))
+    return rank_program(step, rules, ranks)
+
+
+def in_tiles(program, tiles, products=2):
+    """The program with every message in tiles that can be, along the first axis that can; and the regions."""
+    book = RuleBook(tiles)
+    regions = [region for begun in program.messages for region in [next(regions_of(begun, book, products), None)]]
+    regions = [region for region in regions if region is not None]
+    return tiled(program, regions), regions
+
+
+def changed(program, how):
+    """The program as it is, in tiles, or in the order that is found."""
+    if how == "tiles":
+        return in_tiles(program, 2)[0]
+    return overlap(program, costs(program.ranks), rounds=5).program if how == "order" else program
+
+
+def off_by(*, model: str, plan: int | str, how: str) -> dict:
+    """Run a program on this rank of a process group: the largest difference of its outputs from those of one rank."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    step, values, inputs = traced(model)
+    program = changed(program_of(step, ranks, plan), how)
+    own = [divide(value, to, ranks)[rank] for value, to in zip(inputs, program.inputs, strict=True)]
+    group = dist.group.WORLD
+    assert group is not None
+    outputs = run_rank(program, own, group)
+    whole = run_whole(step, values)
+    wanted = [
+        one if one is None else divide(one, to, ranks)[rank] for one, to in zip(whole, program.outputs, strict=True)
+    ]
+    return {"off": difference(outputs, wanted), "messages": [str(node.args[1:]) for node in program.messages]}
