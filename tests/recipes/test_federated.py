@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring_recipes.federated import augment, contrast, digits, files, probes, task
+from shoestring_recipes.federated import augment, codes, contrast, digits, files, probes, task
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,17 +121,50 @@ def test_every_part_of_the_network_learns_and_the_switches_work():
     with_it = task.Separated(width=8)
     torch.manual_seed(1)
     weighted = task.loss(task.forward(with_it, batch), batch)[0]
-    with_it.weights = (0.0, 0.0, 0.0, 0.0)
+    with_it.weights, with_it.bottlenecks = (0.0,) * 5, (0.0, 0.0)
     torch.manual_seed(1)
     assert task.loss(task.forward(with_it, batch), batch)[0] < weighted
 
 
+def test_a_code_holds_the_nats_that_it_says():
+    torch.manual_seed(0)
+    encoder, x = codes.NoisyEncoder(8, 5, spread=-1.0), torch.rand(6, 1, 16, 16)
+    drawn, mean, held = encoder(x)
+    spread = encoder.layers(x).chunk(2, 1)[1] - 1.0
+    normal = torch.distributions.Normal(mean, (spread / 2).exp())
+    right = torch.distributions.kl_divergence(normal, torch.distributions.Normal(torch.zeros(5), torch.ones(5))).sum(1)
+    assert torch.allclose(held, right, atol=1e-5) and not torch.equal(encoder(x)[0], drawn)
+    many = torch.stack([encoder(x)[0] for _ in range(800)])
+    assert torch.allclose(many.mean(0), mean, atol=0.15)
+    assert torch.allclose(many.std(0), (spread / 2).exp(), rtol=0.2)
+    encoder.eval()
+    before = torch.get_rng_state()
+    assert torch.equal(encoder(x)[0], encoder(x)[0]) and torch.equal(torch.get_rng_state(), before)
+    plain = codes.Encoder(8, 5)(x)
+    assert torch.equal(plain[0], plain[1]) and not plain[2].any()
+
+
+def test_means_of_classes_count_and_few_samples_do_not():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (64,), generator=generator)
+    drawn = [float(contrast.class_means(torch.randn(64, 4, generator=generator), labels)) for _ in range(300)]
+    assert abs(np.mean(drawn)) < 3 * np.std(drawn) / 300**0.5 + 1 / 64  # the mean of all 64 is subtracted
+    assert float(contrast.class_means(F.one_hot(labels, 10).float(), labels)) > 0.8
+    one, few = torch.randn(7, 3, generator=generator), torch.tensor([0, 0, 0, 1, 1, 2, 4])
+    scaled = (one - one.mean(0)) / (one.std(0, correction=0) + 1e-2)
+    pairs = [
+        np.mean([float(scaled[i] @ scaled[j]) for i in own for j in own if i != j]) for own in ([0, 1, 2], [3, 4])
+    ]
+    assert float(contrast.class_means(one, few)) == pytest.approx(np.mean(pairs) / 3, abs=1e-5)
+    assert float(contrast.class_means(one[:1], few[:1])) == 0
+
+
 def test_probes_tell_what_codes_say_and_what_they_do_not():
     generator = torch.Generator().manual_seed(0)
-    codes, targets = torch.randn(600, 8, generator=generator), torch.arange(600) // 2 % 3
-    assert probes.probe(codes, targets) < 0.45
-    assert probes.probe(codes + 5 * F.one_hot(targets, 8), targets) > 0.95
-    assert math.isnan(probes.probe(codes, torch.zeros(600))) and math.isnan(probes.probe(codes[:1], targets[:1]))
+    drawn, targets = torch.randn(600, 8, generator=generator), torch.arange(600) // 2 % 3
+    assert probes.probe(drawn, targets) < 0.45
+    assert probes.probe(drawn + 5 * F.one_hot(targets, 8), targets) > 0.95
+    assert math.isnan(probes.probe(drawn, torch.zeros(600))) and math.isnan(probes.probe(drawn[:1], targets[:1]))
     shown = probes.sheet([torch.zeros(4, 1, 16, 16), torch.ones(4, 1, 16, 16)])
     assert shown.shape == (1, 3 * 2 * 18, 3 * 4 * 18) and shown[0, 20, 20] == 0 and shown[0, -20, -20] == 255
 

@@ -41,8 +41,8 @@ def test_the_model_leaves_the_clients_styles_with_them(trained):
     states = next(path for path in sorted((trained / "checkpoints").rglob("*.safetensors")) if path.stat().st_size)
     saved = {name: value for name, value in load_file(states).items() if "/style." in name and "private" in name}
     assert len({name.partition("private/")[2].partition("/")[0] for name in saved}) == 4
-    own = [value for name, value in saved.items() if name.endswith("style.0.weight")]
-    assert len(own) == 4 and all((value != weights["style.0.weight"]).any() for value in own)
+    own = [value for name, value in saved.items() if name.endswith("style.layers.0.weight")]
+    assert len(own) == 4 and all((value != weights["style.layers.0.weight"]).any() for value in own)
 
 
 def test_digits_of_ones_own_are_named(trained, tmp_path):

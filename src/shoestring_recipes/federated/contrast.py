@@ -1,4 +1,4 @@
-"""Losses that separate what a digit is from the style in which it is written; all are means per sample."""
+"""Losses that separate what a digit is from the style in which it is written; those of codes are means per sample."""
 
 from __future__ import annotations
 
@@ -42,3 +42,21 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
     columns = [one.float() - one.float().mean(0) for one in (first, second)]
     first, second = (one / (one.norm(dim=0) + 1e-6) for one in columns)
     return (first.T @ second).square().mean()
+
+
+def class_means(codes: Tensor, labels: Tensor) -> Tensor:
+    """Variance of the mean codes of the classes, in variances of all codes, the mean over the columns; 0-d.
+
+    It is estimated from products of two different samples of a class, so few samples do not make it larger, and it may
+    be below 0. Classes with one sample are left out.
+
+    Args:
+        codes: (N, D). labels: (N,).
+    """
+    codes = codes.float()
+    codes = (codes - codes.mean(0)) / (codes.std(0, correction=0) + 1e-2)
+    classes = F.one_hot(labels).to(codes.dtype)
+    counts, sums = classes.sum(0), classes.T @ codes
+    pairs = sums.square().sum(1) - classes.T @ codes.square().sum(1)
+    means = pairs / (counts * (counts - 1)).clamp(min=1)
+    return means.sum() / (counts > 1).sum().clamp(min=1) / codes.shape[1]

@@ -18,7 +18,8 @@ from shoestring.core.errors import ConfigError
 from shoestring.data.images import Images
 from shoestring.training.held_out import HeldOut
 from shoestring_recipes.federated.augment import moved, restroked
-from shoestring_recipes.federated.contrast import by_class, by_style, correlation
+from shoestring_recipes.federated.codes import Encoder, NoisyEncoder, upsampling
+from shoestring_recipes.federated.contrast import by_class, by_style, class_means, correlation
 from shoestring_recipes.federated.digits import DOMAINS, domain
 from shoestring_recipes.federated.probes import probe, sheet
 
@@ -72,22 +73,6 @@ def data(left_out: str = "uci", clients: int = 2, most: int = 0, seed: int = 0) 
     return parts, Digits(*(column[order] for column in columns))
 
 
-def convolutions(width: int, size: int) -> nn.Sequential:
-    """Three convolutions with group norms, and a linear layer over four places; encodes images (N, 1, S, S)."""
-    layers: list[nn.Module] = []
-    for before, after, shrink in ((1, width, True), (width, 2 * width, True), (2 * width, 2 * width, False)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU()]
-        layers.append(nn.MaxPool2d(2) if shrink else nn.AdaptiveAvgPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * width, size))
-
-
-def upsampling(size: int, width: int = 32) -> nn.Sequential:
-    """A linear layer and two convolutions; draws images (N, 1, 16, 16) from codes (N, size)."""
-    first = nn.Linear(size, 16 * width), nn.Unflatten(1, (width, 4, 4)), nn.ReLU(), nn.Upsample(scale_factor=2)
-    second = nn.Conv2d(width, width // 2, 3, padding=1), nn.ReLU(), nn.Upsample(scale_factor=2)
-    return nn.Sequential(*first, *second, nn.Conv2d(width // 2, 1, 3, padding=1), nn.Sigmoid())
-
-
 class Separated(nn.Module):
     """Names digits, and separates what a digit is from its style.
 
@@ -96,7 +81,8 @@ class Separated(nn.Module):
         features, styles: lengths of the two codes.
         disentangle: whether there are a style encoder and a decoder; without them only the encoder is trained.
         augment: whether the encoder is trained on two augmented views of each image in place of the image.
-        contrast, style, remake, decorrelate: weights of the further losses, relative to the cross-entropy.
+        contrast, style, remake, decorrelate, independent: weights of the further losses, relative to the cross-entropy.
+        bottleneck, style_bottleneck: weights of what the two codes hold, in nats.
     """
 
     def __init__(
@@ -107,14 +93,19 @@ class Separated(nn.Module):
         disentangle: bool = True,
         augment: bool = True,
         contrast: float = 0.3,
-        style: float = 0.1,
-        remake: float = 2.0,
+        style: float = 0.3,
+        remake: float = 30.0,
         decorrelate: float = 0.3,
+        independent: float = 1.0,
+        bottleneck: float = 0.08,
+        style_bottleneck: float = 0.005,
     ) -> None:
         super().__init__()
-        self.augment, self.weights = augment, (contrast, style, remake, decorrelate)
-        self.encoder, self.classify = convolutions(width, features), nn.Linear(features, 10)
-        self.style = convolutions(width // 2, styles) if disentangle else None
+        self.augment, self.weights = augment, (contrast, style, remake, decorrelate, independent)
+        self.bottlenecks = bottleneck, style_bottleneck
+        self.encoder = (NoisyEncoder if disentangle else Encoder)(width, features)
+        self.classify = nn.Linear(features, 10)
+        self.style = NoisyEncoder(width // 2, styles, spread=-3.0) if disentangle else None
         self.decoder = upsampling(features + styles) if disentangle else None
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -126,19 +117,23 @@ class Separated(nn.Module):
         """
         x = images.to(self.classify.weight.dtype) / 255
         views = [restroked(moved(x)) for _ in range(2)] if self.training and self.augment else [x]
-        features = F.relu(self.encoder(torch.cat(views)))
-        output = {"features": features, "logits": self.classify(features)}
+        features, means, held = self.encoder(torch.cat(views))
+        output = {"features": features, "logits": self.classify(features if self.training else means)}
         if labels is None or not self.training:
             return output
         output = {name: value.unflatten(0, (len(views), -1)) for name, value in output.items()}
         if self.style is not None:
-            contrast, style, remake, decorrelate = self.weights
-            plain = F.relu(self.encoder(x))
-            own, other = self.style(torch.cat([x, restroked(moved(x), always=True)])).chunk(2)
+            contrast, style, remake, decorrelate, independent = self.weights
+            plain, _, held_plain = self.encoder(x)
+            codes, means, held_style = self.style(torch.cat([x, restroked(moved(x), always=True)]))
+            own, (own_mean, other_mean) = codes[: len(x)], means.chunk(2)
             by_classes = by_class(features, labels.repeat(len(views))).view(len(views), -1).mean(0)
             remade = (self.decode(plain, own).float() - x.float()).square().mean((1, 2, 3))
-            further = contrast * by_classes + style * by_style(own, other) + remake * remade
-            output["further"] = further + decorrelate * correlation(plain, own)
+            further = contrast * by_classes + style * by_style(own_mean, other_mean) + remake * remade
+            further = further + decorrelate * correlation(plain, own) + independent * class_means(own_mean, labels)
+            in_features = (held.view(len(views), -1).mean(0) + held_plain) / 2
+            whole, in_style = self.bottlenecks
+            output["further"] = further + whole * in_features + in_style * held_style[: len(x)]
         return output
 
     def decode(self, features: Tensor, styles: Tensor) -> Tensor:
@@ -184,7 +179,7 @@ def evaluate(model: Separated, held_out: HeldOut) -> dict[str, Any]:
             break
         own = chosen[client.rpartition("-")[0]]
         with held_out.acting(client):
-            codes = style(images.to(model.classify.weight.dtype) / 255)
+            codes = style(images.to(model.classify.weight.dtype) / 255)[0]
         rows.append((f"class from style, {client}", probe(codes[own], labels[own]), 0.1))
         rows.append((f"domain from style, {client}", probe(codes, domains), 1 / len(names)))
         if shown := min(SHOWN, int(own.sum()), int((~own).sum())):
