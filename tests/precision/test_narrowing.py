@@ -65,6 +65,27 @@ def test_forward_propagation_only_adds(drawn):
     assert {more.narrow[node] for node in added} <= {"after a product"}
 
 
+@given(drawn=flows(), forward=st.booleans(), data=st.data())
+@settings(max_examples=200)
+def test_measured_errors_overrule_the_passes(drawn, forward, data):
+    flow, kinds = drawn
+    bits = narrowed(flow, kinds, forward=forward)
+    movable = [node for node in flow.nodes if kinds[node] in ("allow", "infer")]
+    same = narrowed(flow, kinds, forward=forward, measured={node: node in bits.narrow for node in movable})
+    assert {*same.narrow} >= {*bits.narrow}
+    # With pass 5, what only moves numbers to a narrowed operator is narrowed as well.
+    assert {kinds[node] for node in same.narrow.keys() - bits.narrow.keys()} <= ({"clear"} if forward else {*()})
+    measured = {node: data.draw(st.booleans()) for node in movable if data.draw(st.booleans())}
+    other = narrowed(flow, kinds, forward=forward, measured=measured)
+    assert {*other.narrow} | {*other.wide} == {*flow.nodes}
+    assert not {*other.narrow} & {*other.wide}
+    for node in flow.nodes:
+        if node in movable:
+            assert (node in other.narrow) == measured.get(node, node in bits.narrow)
+        elif kinds[node] in ("deny", None):
+            assert node in other.wide
+
+
 def test_a_line_of_operators():
     kinds = ["allow", "infer", "allow", "infer", "deny", "infer", "clear", "allow", "infer", "clear"]
     sources = {node: [node - 1] if node else [] for node in range(len(kinds))}

@@ -98,6 +98,16 @@ class TestGraph(FeatureSuite):
 
 
 @pytest.mark.slow
+class TestMeasuredGraph(FeatureSuite):
+    feature = Graph(dtype="bf16", measure=2, error=1.2)
+    exact_across_ranks = False
+    clashes: ClassVar = {
+        "parallel.fsdp": "it divides the parameters",
+        "graph.compile": "the representative's backend builds no joint graph",
+    }
+
+
+@pytest.mark.slow
 class TestPlain(FeatureSuite):
     feature = Plain(every=2)
     representative = False

@@ -1,5 +1,6 @@
 """`shoestring plan --explain`: how the ranks of a host would divide the operators of a run, without starting ranks."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -7,6 +8,7 @@ import tomli_w
 
 from shoestring.cli import main
 from shoestring.graph.costs import ring
+from shoestring.precision.settings import CHOSEN_TITLE
 from tests.small_runs import write_run_file, write_texts
 
 HOST = ring(2, latency=2e-4, bandwidth=1.25e8, flops=2e10, copy=4e9, memory=1 << 32)
@@ -36,6 +38,22 @@ def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
     for name in ("blocks.*.attention.qkv.weight", "embed.weight"):
         assert name in printed
     assert "ranks exchange" in printed
+
+
+def test_it_shows_the_bits_that_the_run_asks_for_and_those_it_has_chosen(files, tmp_path, capsys):
+    run, cluster = files
+    arguments = ["plan", run, "--explain", cluster(HOST), "--precision.graph.wide", '["silu"]']
+    assert main(arguments) == 0
+    plain = capsys.readouterr().out
+    assert "silu: 2 in 32 bits: needs 32 bits" in plain
+    group = {"title": CHOSEN_TITLE, "head": ["operators", "bits"], "rows": [["mm(mul, placeholder) -> silu", 32]]}
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "run.toml").write_text("")
+    (folder / "summary.json").write_text(json.dumps({"report_items": [group]}))
+    more = ["--precision.graph.measure", "1", "--run.folder", str(folder)]
+    assert main([*arguments, *more]) == 0
+    assert "its measured error is too large" not in plain
 
 
 def test_a_cluster_that_is_no_host_of_several_ranks_is_refused(files, capsys):

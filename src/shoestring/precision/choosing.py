@@ -1,0 +1,60 @@
+"""Decides by measured errors which groups of operators compute in fewer bits; numbers in, names out.
+
+Errors of groups are nearly independent, so their squares add up. The groups are then the items of a knapsack: the room
+is the squared bound, an item weighs the squared error that its fewer bits add, and is worth the bytes that they spare.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+GAIN = 0.01
+"""Least part of the bytes of all groups that a change must spare; smaller ones are not worth another compilation."""
+
+
+class Effect(NamedTuple):
+    """What fewer bits do to a step, if a group of operators computes in them."""
+
+    error: float
+    """Squared relative error of gradients that they add; below zero where errors cancel, or within the noise."""
+    spared: float
+    """Bytes that a step reads and writes less."""
+    product: bool = False
+    """Whether the group consists of products of matrices, which fewer bits make faster by themselves."""
+
+
+def choose(effects: Mapping[str, Effect], narrow: Collection[str], error: float, bound: float) -> set[str]:
+    """Choose the groups that compute in fewer bits, such that the error of gradients stays within a bound.
+
+    Products come first, and then what adds the least error for the bytes that it spares. Groups that are not in
+    `effects` stay as they are.
+
+    Args:
+        effects: what fewer bits do, for each measured group. narrow: the measured groups that have them now.
+        error: squared relative error of gradients now. bound: the largest squared error.
+    """
+    now = {name for name in narrow if name in effects}
+    costs = {name: max(effect.error, 0.0) for name, effect in effects.items()}
+    used = max(error - sum(costs[name] for name in now), 0.0)  # by groups that were not measured
+    worth = [name for name, effect in effects.items() if effect.product or effect.spared > 0]
+    chosen = set[str]()
+    for name in sorted(worth, key=lambda name: (not effects[name].product, _rate(costs[name], effects[name]), name)):
+        if used + costs[name] <= bound:
+            used += costs[name]
+            chosen.add(name)
+
+    def spared(names: Collection[str]) -> float:
+        return sum(effects[name].spared for name in names)
+
+    total = sum(abs(effect.spared) for effect in effects.values())
+    fits = error <= bound and not any(effects[name].product for name in chosen - now)
+    return now if fits and spared(chosen) - spared(now) < GAIN * total else chosen
+
+
+def _rate(cost: float, effect: Effect) -> float:
+    """The squared error for each byte spared."""
+    return cost / effect.spared if effect.spared > 0 else math.inf

@@ -1,0 +1,68 @@
+"""Which groups of operators get fewer bits, by measured errors."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoestring.precision.choosing import GAIN, Effect, choose
+
+NAMES = tuple("abcdefg")
+
+
+def cost(effects, names):
+    return sum(max(effects[name].error, 0.0) for name in names)
+
+
+def spared(effects, names):
+    return sum(effects[name].spared for name in names)
+
+
+@given(
+    effects=st.dictionaries(
+        st.sampled_from(NAMES),
+        st.builds(Effect, st.floats(-0.2, 1.0), st.floats(-4.0, 16.0), st.booleans()),
+    ),
+    narrow=st.sets(st.sampled_from(NAMES)),
+    rest=st.floats(0.0, 1.0),
+    bound=st.floats(0.0, 4.0),
+)
+@settings(max_examples=300)
+def test_the_expected_error_is_within_the_bound(effects, narrow, rest, bound):
+    now = narrow & effects.keys()
+    error = rest + cost(effects, now)  # of groups that were not measured, and of those that were
+    chosen = choose(effects, narrow, error, bound)
+    assert chosen <= effects.keys()
+    assert chosen == choose(dict(reversed(effects.items())), sorted(narrow), error, bound)
+    if chosen == now:
+        return
+    assert rest + cost(effects, chosen) <= max(bound, rest) + 1e-9
+    for name in chosen:  # nothing is narrowed that costs bytes, unless it makes products faster
+        assert effects[name].product or effects[name].spared > 0
+    for name in effects.keys() - chosen:  # what was left out does not fit, or spares nothing
+        worth = effects[name].product or effects[name].spared > 0
+        assert not worth or rest + cost(effects, {*chosen, name}) > bound - 1e-9
+    if error <= bound and not any(effects[name].product for name in chosen - now):
+        total = sum(abs(effect.spared) for effect in effects.values())
+        assert spared(effects, chosen) - spared(effects, now) >= GAIN * total - 1e-9
+
+
+def test_products_come_first_and_then_what_costs_least_for_its_bytes():
+    effects = {
+        "product": Effect(3.0, 1.0, True),
+        "cheap": Effect(0.5, 10.0),
+        "dear": Effect(0.5, 1.0),
+        "useless": Effect(0.0, -1.0),
+        "cancels": Effect(-1.0, 2.0),
+    }
+    assert choose(effects, (), 0.0, 4.0) == {"product", "cheap", "dear", "cancels"}
+    assert choose(effects, (), 0.0, 3.6) == {"product", "cheap", "cancels"}
+    assert choose(effects, {"dear"}, 0.5, 1.4) == {"cheap", "dear", "cancels"}
+    assert choose(effects, {"product", "dear"}, 3.5, 0.4) == {"cancels"}  # too large an error widens products too
+    assert choose(effects, {"product"}, 13.0, 4.0) == {*()}  # what was not measured fills the room
+
+
+def test_a_small_gain_is_not_worth_a_compilation():
+    effects = {"large": Effect(0.1, 1000.0), "small": Effect(0.1, 1.0)}
+    assert choose(effects, {"large"}, 0.1, 1.0) == {"large"}
+    assert choose(effects, {"large"}, 2.0, 1.0) == {*()}  # unless the error is too large
