@@ -33,6 +33,14 @@ class Layers(nn.Module):
         return F.cross_entropy(self.head(F.silu(self.down(F.silu(self.up(x))))), targets)
 
 
+@pytest.fixture(autouse=True)
+def compiles():
+    """Torch compiles a module's code eight times, and then runs it as it is: no test takes compilations of others."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture
 def step(monkeypatch):
     monkeypatch.setattr(eight_bits, "LEAST", 1)

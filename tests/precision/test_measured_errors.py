@@ -22,6 +22,14 @@ from shoestring.testing.jobs import batch, sgd, tiny
 NAME = "precision.graph"
 
 
+@pytest.fixture(autouse=True)
+def compiles():
+    """Torch compiles a module's code eight times, and then runs it as it is: no test takes compilations of others."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 def job_of(*features, model=None, dropout=0.0):
     return ss.compose(ss.Job(model or tiny(dropout), optimizer=sgd(0.05)), features)
 
@@ -46,10 +54,10 @@ def record(job):
 def test_measuring_changes_no_bit_of_a_run_until_it_decides():
     torch.manual_seed(3)
     with job_of(Graph(dtype="bf16"), dropout=0.1) as job:
-        plain = stepped(job, range(4))
+        plain = stepped(job, range(3))
     torch.manual_seed(3)
     with job_of(Graph(dtype="bf16", measure=2), dropout=0.1) as job:
-        assert stepped(job, range(4)) == plain
+        assert stepped(job, range(3)) == plain
         assert len(record(job)["effects"]) == job.trace.facts["measured_steps"] == 2
         assert 0 < job.trace.facts["gradient_error"] < 0.1
         # Of dropout the same masks are drawn by all ways to compute, or errors would be as large as the gradients.
@@ -77,6 +85,7 @@ def test_gradients_in_32_bits_are_those_of_the_model():
         assert settings.report_items(job.trace) == ()
 
 
+@pytest.mark.slow
 def test_a_small_bound_widens_and_a_large_one_narrows():
     with job_of(strict := Graph(dtype="bf16", measure=1, error=1e-5, error_relative_to="gradients")) as job:
         before = stepped(job, range(1)) and job.trace.facts["narrowed_elements"]
@@ -99,6 +108,7 @@ def test_a_small_bound_widens_and_a_large_one_narrows():
         assert measured == steps  # nothing is measured after the last change
 
 
+@pytest.mark.slow
 def test_a_resumed_run_computes_as_if_it_had_not_stopped():
     settings = Graph(dtype="bf16", measure=1, error=1e-5, error_relative_to="gradients")
     with job_of(settings) as job:
@@ -129,18 +139,19 @@ class Rooted(nn.Module):
 
 
 def test_gradients_that_are_no_numbers_decide_nothing():
-    with job_of(Graph(dtype="bf16", measure=1), model=Rooted()) as job:
+    with job_of(Graph(dtype="bf16", measure=1, error_relative_to="gradients"), model=Rooted()) as job:
         job.step(batch(0))
         assert record(job) == {"bounds": [], "changes": 0, "chosen": {}, "effects": {}, "errors": []}
         assert "gradient_error" not in job.trace.facts
 
 
+@pytest.mark.slow
 def test_shapes_that_vary_are_measured():
-    with job_of(Graph(dtype="bf16", measure=1)) as job:
-        for rows in (8, 5, 7, 6):
+    with job_of(Graph(dtype="bf16", measure=1, error=0.1, error_relative_to="gradients")) as job:
+        for rows in (8, 5, 7):
             data = {name: tensor[:rows] for name, tensor in batch(rows).items()}
             assert torch.isfinite(job.step(data))
-        assert len(record(job)["effects"]) == 4
+        assert len(record(job)["effects"]) == 3
         json.dumps(job.trace.facts)  # no symbol of a size is among them
 
 

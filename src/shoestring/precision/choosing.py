@@ -15,6 +15,9 @@ from typing import NamedTuple
 GAIN = 0.01
 """Least part of the bytes of all groups that a change must spare; smaller ones are not worth another compilation."""
 
+ROUNDING = 1e-9
+"""Part of the bound by which a sum may exceed it: adding errors in another order must not change the choice."""
+
 
 class Effect(NamedTuple):
     """What fewer bits do to a step, if a group of operators computes in them."""
@@ -30,8 +33,8 @@ class Effect(NamedTuple):
 def choose(effects: Mapping[str, Effect], narrow: Collection[str], error: float, bound: float) -> set[str]:
     """Choose the groups that compute in fewer bits, such that the error of gradients stays within a bound.
 
-    Products come first, and then what adds the least error for the bytes that it spares. Groups that are not in
-    `effects` stay as they are.
+    Products come first, and then what adds the least error for the bytes that it spares. Without products nothing is
+    narrowed. Groups that are not in `effects` stay as they are.
 
     Args:
         effects: what fewer bits do, for each measured group. narrow: the measured groups that have them now.
@@ -43,15 +46,19 @@ def choose(effects: Mapping[str, Effect], narrow: Collection[str], error: float,
     worth = [name for name, effect in effects.items() if effect.product or effect.spared > 0]
     chosen = set[str]()
     for name in sorted(worth, key=lambda name: (not effects[name].product, _rate(costs[name], effects[name]), name)):
-        if used + costs[name] <= bound:
+        if used + costs[name] <= bound * (1 + ROUNDING):
             used += costs[name]
             chosen.add(name)
+
+    if chosen.isdisjoint(products := {name for name, effect in effects.items() if effect.product}) and products:
+        # What lies between products shows no error of its own, because they round its numbers anyway.
+        chosen.clear()
 
     def spared(names: Collection[str]) -> float:
         return sum(effects[name].spared for name in names)
 
     total = sum(abs(effect.spared) for effect in effects.values())
-    fits = error <= bound and not any(effects[name].product for name in chosen - now)
+    fits = error <= bound * (1 + ROUNDING) and not any(effects[name].product for name in chosen - now)
     return now if fits and spared(chosen) - spared(now) < GAIN * total else chosen
 
 

@@ -96,9 +96,7 @@ class Measurements:
         if not self.due:
             return
         if self.batch is None:
-            if not self._warned:
-                log.warning("%s: nothing is measured, because this loop does not call `job.step`", self.settings.name)
-            self._warned = True
+            self._warn("this loop does not call `job.step`")
             return
         began, trace = time.perf_counter(), self.attachments.trace
         try:
@@ -113,6 +111,11 @@ class Measurements:
         trace.facts["measuring_seconds"] = trace.facts.get("measuring_seconds", 0.0) + seconds
         trace.facts["measured_steps"] = trace.facts.get("measured_steps", 0.0) + 1
 
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            log.warning("%s: nothing is measured, because %s", self.settings.name, why)
+        self._warned = True
+
     # -- one measurement ---------------------------------------------------------------------------------------------
 
     def _measure(self) -> dict[str, Any] | None:
@@ -120,6 +123,8 @@ class Measurements:
         self._ran = {}
         exact = self.gradients(None)
         groups, now = self._groups(), self.graphs.rules
+        if not self._ran:  # as where torch has compiled a module's code too often
+            self._warn("torch does not compile the model")
         name = next((name for name in groups if name not in self.record.effects), "")
         own: dict[str, Any] = {"group": name, "spared": 0.0, "squares": [_squares(exact)]}
         if name:

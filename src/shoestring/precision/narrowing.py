@@ -87,7 +87,10 @@ def narrowed(
         narrow = {**chosen, **narrow}
         # A node that reads one tensor only moves its numbers, whatever that tensor was computed from.
         moving = {node for node in clear if node not in denied or len(flow.sources[node]) == 1}
-        beside = _reached(narrow, flow.users, moving) | _reached(narrow, flow.sources, clear - denied)
+        # What is widened must not read rounded numbers, whoever else reads the same view.
+        unrounded = _reached({node for node, few in measured.items() if not few}, flow.sources, clear)
+        before = _reached(narrow, flow.sources, clear - denied - unrounded)
+        beside = _reached(narrow, flow.users, moving) | before
         narrow |= {node: "moves narrowed numbers" for node in beside if node not in narrow}
         wide = {node: why for node, why in wide.items() if node not in narrow}
     left = (node for node in flow.nodes if node not in narrow and node not in wide)
