@@ -16,7 +16,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.job import attachments_of
 from shoestring.parallel import FSDP
 from shoestring.precision import Graph
-from shoestring.precision.settings import CHOSEN, CHOSEN_TITLE
+from shoestring.precision.fact_names import CHOSEN, CHOSEN_TITLE
 from shoestring.testing.jobs import batch, sgd, tiny
 
 NAME = "precision.graph"

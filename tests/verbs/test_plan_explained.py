@@ -8,7 +8,7 @@ import tomli_w
 
 from shoestring.cli import main
 from shoestring.graph.costs import ring
-from shoestring.precision.settings import CHOSEN_TITLE
+from shoestring.precision.fact_names import CHOSEN_TITLE
 from tests.small_runs import write_run_file, write_texts
 
 HOST = ring(2, latency=2e-4, bandwidth=1.25e8, flops=2e10, copy=4e9, memory=1 << 32)

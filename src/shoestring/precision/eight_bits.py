@@ -126,7 +126,7 @@ def _swaps(source: fx.Node) -> bool:
     """Whether a node swaps two dimensions of its input, and does nothing else, if the input has two."""
     if source.target is aten.permute.default:
         order = source.args[1]
-        return isinstance(order, list | tuple) and [dim % 2 for dim in order] == [1, 0]
+        return isinstance(order, list | tuple) and [int(str(dim)) % 2 for dim in order] == [1, 0]
     if source.target is aten.transpose.int:
         return {int(str(dim)) % 2 for dim in source.args[1:3]} == {0, 1}
     return source.target is aten.t.default

@@ -10,8 +10,8 @@ from torch import fx
 
 from shoestring.core.attachments import Attachments
 from shoestring.precision.autocast import TYPES
+from shoestring.precision.fact_names import CHOSEN
 from shoestring.precision.graph_pass import Rules, narrow
-from shoestring.precision.settings import CHOSEN
 
 if TYPE_CHECKING:
     from shoestring.precision.settings import Graph

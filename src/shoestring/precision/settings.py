@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from shoestring import figures
 from shoestring.core.errors import ConfigError, ConflictError, nearest
 from shoestring.core.feature import Curve, Feature, Inexact, Reduction, Seam, Table
+from shoestring.precision.fact_names import CHOSEN, CHOSEN_TITLE
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
-
-CHOSEN = "chosen bits: "
-"""Prefix of facts: name of a group of operators -> the bits that measured errors have chosen for it."""
-CHOSEN_TITLE = "Bits that measured errors have chosen"
-"""Title of the report's table of these groups."""
 
 
 @dataclass(frozen=True, kw_only=True)

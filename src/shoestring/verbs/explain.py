@@ -21,8 +21,8 @@ from shoestring.models.loading import build_model
 from shoestring.models.without_data import with_fake_tensors
 from shoestring.planning.cluster import Cluster
 from shoestring.precision import Graph
+from shoestring.precision.fact_names import CHOSEN_TITLE
 from shoestring.precision.graph_pass import Rules, describe_bits
-from shoestring.precision.settings import CHOSEN_TITLE
 from shoestring.report import reading
 from shoestring.run import Run
 from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
