@@ -11,7 +11,7 @@ NAMES = tuple("abcdefg")
 
 
 def cost(effects, names):
-    return sum(max(effects[name].error, 0.0) for name in names)
+    return sum(abs(effects[name].error) for name in names)
 
 
 def spared(effects, names):
@@ -56,14 +56,23 @@ def test_products_come_first_and_then_what_costs_least_for_its_bytes():
         "cheap": Effect(0.5, 10.0),
         "dear": Effect(0.5, 1.0),
         "useless": Effect(0.0, -1.0),
-        "cancels": Effect(-1.0, 2.0),
+        "free": Effect(0.0, 2.0),
     }
-    assert choose(effects, (), 0.0, 4.0) == {"product", "cheap", "dear", "cancels"}
-    assert choose(effects, (), 0.0, 3.6) == {"product", "cheap", "cancels"}
+    assert choose(effects, (), 0.0, 4.0) == {"product", "cheap", "dear", "free"}
+    assert choose(effects, (), 0.0, 3.6) == {"product", "cheap", "free"}
     assert choose(effects, {"product", "dear"}, 3.5, 0.4) == {*()}  # too large an error widens products, and all else
     alone = {name: effect for name, effect in effects.items() if not effect.product}
-    assert choose(alone, {"dear"}, 0.5, 1.4) == {"cheap", "dear", "cancels"}
+    assert choose(alone, {"dear"}, 0.5, 1.4) == {"cheap", "dear", "free"}
+    assert choose({**alone, "cancels": Effect(-2.0, 9.0)}, (), 0.0, 1.4) == {"cheap", "dear", "free"}
     assert choose(effects, {"product"}, 13.0, 4.0) == {*()}  # what was not measured fills the room
+
+
+def test_what_is_narrow_stays_if_the_error_is_within_the_bound():
+    """Effects that cancel add up to more than the error; no group is widened for that."""
+    effects = {"one": Effect(0.9, 4.0, True), "other": Effect(-0.3, 4.0, True), "more": Effect(0.1, 4.0)}
+    assert choose(effects, {"one", "other"}, 0.6, 0.6) == {"one", "other"}
+    assert choose(effects, {"one", "other"}, 0.6, 0.7) == {"one", "other", "more"}
+    assert choose(effects, {"one", "other"}, 0.6, 0.2) == {"other"}
 
 
 def test_a_small_gain_is_not_worth_a_compilation():

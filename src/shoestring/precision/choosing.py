@@ -23,7 +23,8 @@ class Effect(NamedTuple):
     """What fewer bits do to a step, if a group of operators computes in them."""
 
     error: float
-    """Squared relative error of gradients that they add; below zero where errors cancel, or within the noise."""
+    """Squared relative error of gradients that they add. Below zero where errors cancel, or within the noise, on which
+    nobody should count: a group costs the size of its effect."""
     spared: float
     """Bytes that a step reads and writes less."""
     product: bool = False
@@ -41,8 +42,11 @@ def choose(effects: Mapping[str, Effect], narrow: Collection[str], error: float,
         error: squared relative error of gradients now. bound: the largest squared error.
     """
     now = {name for name in narrow if name in effects}
-    costs = {name: max(effect.error, 0.0) for name, effect in effects.items()}
-    used = max(error - sum(costs[name] for name in now), 0.0)  # by groups that were not measured
+    costs = {name: abs(effect.error) for name, effect in effects.items()}
+    measured = sum(costs[name] for name in now)
+    if measured > error:  # the costs of what is narrow now are not more than the error
+        costs |= {name: costs[name] * error / measured for name in now}
+    used = max(error - measured, 0.0)  # by groups that were not measured
     worth = [name for name, effect in effects.items() if effect.product or effect.spared > 0]
     chosen = set[str]()
     for name in sorted(worth, key=lambda name: (not effects[name].product, _rate(costs[name], effects[name]), name)):

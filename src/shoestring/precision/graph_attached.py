@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoestring.core.attachments import Attachments
-from shoestring.precision.measuring import Measurements
+from shoestring.precision.measuring import ErrorMeasurements
 from shoestring.precision.narrowed_graphs import NarrowedGraphs
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def narrow_graphs(attachments: Attachments, settings: Graph) -> None:
     graphs = NarrowedGraphs(attachments, settings)
     attachments.add_pass(graphs.work, on="joint")
     if settings.measure:
-        Measurements(attachments, settings, graphs).attach()
+        ErrorMeasurements(attachments, settings, graphs).attach()
 
 
 def scale_loss(attachments: Attachments) -> None:

@@ -54,7 +54,7 @@ DEFAULT = Rules()
 """bf16 as the lists and passes decide, without forward propagation."""
 
 
-class Group(NamedTuple):
+class OperatorGroup(NamedTuple):
     """Equal operators of a graph, whose bits can be chosen together."""
 
     few: int
@@ -135,17 +135,17 @@ def _decide(graph: fx.Graph, rules: Rules) -> _Decided:
     return _Decided(bits, lists, groups, frozenset(eight))
 
 
-def groups_of(graph: fx.Graph, rules: Rules) -> dict[str, Group]:
+def groups_of(graph: fx.Graph, rules: Rules) -> dict[str, OperatorGroup]:
     """The groups of operators of a graph whose bits can be chosen by measured errors, as they are now."""
     bits, lists, members, eight = _decide(graph, rules)
-    groups = dict[str, Group]()
+    groups = dict[str, OperatorGroup]()
     for node, name in members.items():
         product = lists[node] == "allow"
         few = 8 if rules.eight and product and not unfit(node) else 16
         now = 8 if node in eight else 16 if node in bits.narrow else 32
-        before = groups.get(name, Group(few, now, 0, product))
+        before = groups.get(name, OperatorGroup(few, now, 0, product))
         elements = before.elements + sum(map(elements_of, tensors_of(node)))
-        groups[name] = Group(min(few, before.few), max(now, before.bits), elements, product)
+        groups[name] = OperatorGroup(min(few, before.few), max(now, before.bits), elements, product)
     return groups
 
 

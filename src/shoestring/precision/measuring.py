@@ -28,7 +28,7 @@ from shoestring.core.feature import Phase
 from shoestring.core.graph import run_passes
 from shoestring.core.task import Batch, Output, sum_and_count
 from shoestring.precision.choosing import Effect, choose
-from shoestring.precision.graph_pass import Group, Rules, count_bytes, groups_of, narrow
+from shoestring.precision.graph_pass import OperatorGroup, Rules, count_bytes, groups_of, narrow
 from shoestring.precision.narrowed_graphs import NarrowedGraphs
 from shoestring.precision.replay import compute, outputs_of
 
@@ -41,7 +41,7 @@ LEAST = 1e-3
 
 
 @dataclass
-class Record:
+class ErrorRecord:
     """What has been measured and decided; a checkpoint holds it."""
 
     chosen: dict[str, int] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Record:
     """Changes of the list so far."""
 
 
-class Measurements:
+class ErrorMeasurements:
     """The measurements of a job; see the module."""
 
     def __init__(self, attachments: Attachments, settings: Graph, graphs: NarrowedGraphs) -> None:
         self.attachments, self.settings, self.graphs = attachments, settings, graphs
-        self.record = Record()
+        self.record = ErrorRecord()
         self.forward = attachments.forward
         self.batch: Batch = None  # the newest micro-batch, if the step is measured
         self.rules: Rules | None = None  # the rules to compute by now; None for 32 bits
@@ -209,9 +209,9 @@ class Measurements:
     def _bytes(self, rules: Rules) -> int:
         return sum(count_bytes(self._narrowed_by(rules, place).graph) for place in self._ran)
 
-    def _groups(self) -> dict[str, Group]:
+    def _groups(self) -> dict[str, OperatorGroup]:
         """The groups of the step's graphs that compute enough to be measured, by name."""
-        groups = dict[str, Group]()
+        groups = dict[str, OperatorGroup]()
         for joint in self._ran.values():
             for name, group in groups_of(joint.graph, self.graphs.rules).items():
                 before = groups.get(name, group._replace(elements=0))
@@ -227,7 +227,7 @@ class Measurements:
         """Add a measurement to the record, and decide once all groups have been measured."""
         record, groups = self.record, measured["groups"]
         name, (error, other, *autocast) = measured["group"], measured["errors"]
-        group: Group = groups[name]
+        group: OperatorGroup = groups[name]
         sign = 1 if group.other == group.few else -1  # of what fewer bits change, seen from the bits of now
         record.effects[name] = (sign * (other - error), sign * measured["spared"], group.product)
         record.errors.append(error)
@@ -238,7 +238,7 @@ class Measurements:
         if groups.keys() <= record.effects.keys():
             self._decide(groups)
 
-    def _decide(self, groups: dict[str, Group]) -> None:
+    def _decide(self, groups: dict[str, OperatorGroup]) -> None:
         record = self.record
         effects = {name: Effect(*record.effects[name]) for name in groups}
         few = {name for name, group in groups.items() if group.bits == group.few}
@@ -273,7 +273,7 @@ class Measurements:
         return {"record": json.dumps(asdict(self.record), sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.record = Record(**json.loads(state_dict["record"]))  # own file: of a checkpoint
+        self.record = ErrorRecord(**json.loads(state_dict["record"]))  # own file: of a checkpoint
         self._adopt()
 
 

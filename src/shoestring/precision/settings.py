@@ -87,8 +87,8 @@ class Graph(MixedPrecision):
     error: float = 1.0
     """Upper bound of the relative error of a step's gradients with `measure`. A larger bound narrows more operators."""
     error_relative_to: Literal["autocast", "gradients"] = "autocast"
-    """What `error` is a multiple of: the error with torch's autocast on the same samples, or the norm of the gradients
-    themselves, so that 0.02 is an error of 2%."""
+    """Unit of `error`: the error that torch's autocast has on the same samples, or the norm of the gradients, so that
+    0.02 is an error of 2%."""
     changes: int = 3
     """Largest number of times that measured errors change the bits of operators. Each change compiles the model anew;
     after the last one nothing is measured any more."""
