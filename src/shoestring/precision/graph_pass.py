@@ -224,7 +224,7 @@ def count_bytes(graph: fx.Graph) -> int:
 
 
 SHOWN = 16
-"""Number of kinds of operators that `describe_bits` shows."""
+"""Number of kinds of operators that `describe_bits` shows, beside those that the rules name."""
 
 
 def describe_bits(graph: fx.Graph, rules: Rules = DEFAULT) -> Iterator[str]:
@@ -236,10 +236,12 @@ def describe_bits(graph: fx.Graph, rules: Rules = DEFAULT) -> Iterator[str]:
     few = f"16 bits, and {len(decided.eight):,} of them multiply 8 bits" if rules.eight else "16 bits"
     yield f"with [precision.graph], {narrow_ones:,} of {floats:,} operators on 32-bit floats compute in {few}:"
     ordered = sorted(reasons.items(), key=lambda item: -item[1].total())
-    for name, counts in ordered[:SHOWN]:
+    asked = {name for name, counts in reasons.items() if name in rules.wide or any("measured" in why for why in counts)}
+    shown = [item for place, item in enumerate(ordered) if place < SHOWN or item[0] in asked]
+    for name, counts in shown:
         yield f"  {name}: " + "; ".join(f"{count} in {reason}" for reason, count in counts.most_common())
-    if len(ordered) > SHOWN:
-        yield f"  and {len(ordered) - SHOWN} other kinds"
+    if len(ordered) > len(shown):
+        yield f"  and {len(ordered) - len(shown)} other kinds"
 
 
 def _by_operator(decided: _Decided) -> dict[str, Counter[str]]:
