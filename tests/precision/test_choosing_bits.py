@@ -27,7 +27,7 @@ def spared(effects, names):
     rest=st.floats(0.0, 1.0),
     bound=st.floats(0.0, 4.0),
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_the_expected_error_is_within_the_bound(effects, narrow, rest, bound):
     now = narrow & effects.keys()
     error = rest + cost(effects, now)  # of groups that were not measured, and of those that were
