@@ -7,14 +7,18 @@ from functools import cache
 
 from benchmarks.harness import Bar, Deadline
 from benchmarks.intervals import of_ratio
+from benchmarks.precision.searched import chosen
 from benchmarks.precision.steps import MODELS, SEEDS, Cast, autocast, by_graph, drawn
 from benchmarks.rows import Measured, Op
+from shoestring.precision.graph_pass import Rules
 
 WAYS: dict[str, Callable[[str, int], Cast]] = {
     "autocast": autocast,
-    "graph": lambda name, seed: by_graph(name, seed, forward=False)[0],
-    "forward": lambda name, seed: by_graph(name, seed, forward=True)[0],
+    "passes": by_graph,
+    "graph": lambda name, seed: by_graph(name, seed, Rules(chosen=chosen(name))),
+    "forward": lambda name, seed: by_graph(name, seed, Rules(forward=True)),
 }
+"""`passes` are the lists and passes alone, and `graph` has the bits that measured errors have chosen."""
 
 
 @cache
@@ -31,14 +35,19 @@ def errors(name: str, way: str) -> list[float]:
 
 def casts(name: str) -> Measured:
     """Casts of the pass over those of autocast."""
-    ours, theirs = traced(name, "graph").casts, traced(name, "autocast").casts
-    return Measured(ours / theirs, f"{ours} and {theirs}; with forward propagation {traced(name, 'forward').casts}")
+    ours, theirs, others = (traced(name, way).casts for way in ("graph", "autocast", "passes"))
+    note = f"{ours} and {theirs}; without measuring {others}, with forward propagation {traced(name, 'forward').casts}"
+    return Measured(ours / theirs, note)
 
 
 def elements(name: str) -> Measured:
-    """The narrowed fraction of elements over that of autocast."""
-    ours, theirs = traced(name, "graph").elements, traced(name, "autocast").elements
-    return Measured(ours / theirs, f"{ours:.3f} and {theirs:.3f}")
+    """The narrowed fraction of elements, with the bits that measured errors chose, over that of autocast."""
+    ours, theirs, others = (traced(name, way) for way in ("graph", "autocast", "passes"))
+    note = (
+        f"{ours.elements:.3f} and {theirs.elements:.3f}; without measuring {others.elements:.3f}; "
+        f"{ours.nbytes / theirs.nbytes:.3f} of its bytes, without measuring {others.nbytes / theirs.nbytes:.3f}"
+    )
+    return Measured(ours.elements / theirs.elements, note)
 
 
 def ahead(name: str) -> Measured:

@@ -1,26 +1,19 @@
-"""Losses after 200 steps whose operators compute in 16 bits, beside those of 32 bits.
-
-Products of bf16 tensors are slow on most CPUs. Here they are computed in fp32 from operands rounded to bf16, and
-rounded again, as units that multiply bf16 and add in fp32 do.
-"""
+"""Losses after 200 steps whose operators compute in 16 bits, beside those of 32 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
 from benchmarks.graph.models import Case, Shape, WithLoss, gpt, llama, resnet_case, text_case, vit_case
 from benchmarks.harness import Bar, Deadline
-from benchmarks.precision.steps import gradients
+from benchmarks.precision.steps import RoundedProducts, gradients
 from benchmarks.rows import Measured
 from shoestring.graph.trace import trace
-from shoestring.precision.graph_pass import narrow, operator_name
-from shoestring.precision.lists import ALLOW
+from shoestring.precision.graph_pass import Rules, narrow
 
 STEPS, SEEDS, LAST = 200, 3, 20
 """Steps of a training, trainings, and steps at the end whose losses are averaged."""
@@ -33,25 +26,6 @@ TRAINED: dict[str, Case] = {
     "resnet50": resnet_case(8, 32, 10, batch=16),
 }
 """Models of at most a million weights."""
-
-
-class RoundedProducts(fx.Interpreter):
-    """Runs a graph, and computes products of 16-bit tensors from their values in 32 bits."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or operator_name(n) not in ALLOW:
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
-        made = self.call_function(n.target, args, kwargs)
-        if isinstance(made, Tensor):
-            return made.to(n.meta["val"].dtype)
-        both = zip(made, n.meta["val"], strict=True)
-        return tuple(one.to(like.dtype) if isinstance(one, Tensor) else one for one, like in both)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def batches_of(case: Case, seed: int) -> list[list[Tensor]]:
@@ -84,7 +58,7 @@ def final_loss(name: str, seed: int, *, narrowed: bool, forward: bool = False) -
     model: nn.Module = WithLoss(case.prepare()()).train()
     step = trace(model, *batches[0])
     if narrowed:
-        narrow(step.module, forward=forward)
+        narrow(step.module, Rules(forward=forward))
     optimizer, losses = torch.optim.AdamW(model.parameters(), LR), list[float]()
     for batch in batches:
         outputs = gradients(step, model, batch, RoundedProducts)

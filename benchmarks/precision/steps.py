@@ -6,15 +6,18 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from benchmarks.graph.models import Case, Shape, WithLoss, gpt, llama, resnet_case, text_case, vit_case
 from shoestring.graph._torch import nodes_of_joint
 from shoestring.graph.trace import JointTrace, trace
-from shoestring.precision.graph_pass import Narrowing, count_casts, count_elements, narrow
+from shoestring.precision.graph_pass import DEFAULT, Rules, count_bytes, count_casts, count_elements, narrow
+from shoestring.precision.lists import ALLOW
+from shoestring.precision.operators import operator_name
 
 _TEXT = Shape(4, dim=128, hidden=352, vocabulary=512, tokens=64, batch=4)
 MODELS: Mapping[str, Case] = {
@@ -54,9 +57,9 @@ class Drawn:
         model(*[tensor.double() if tensor.is_floating_point() else tensor for tensor in self.batch]).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
-    def error(self, step: JointTrace) -> float:
+    def error(self, step: JointTrace, interpreter: type[fx.Interpreter] = fx.Interpreter) -> float:
         """Relative error of a step's gradients: the norm of all differences over the norm of all gradients."""
-        made, exact = gradients(step, self.model, self.batch).gradients, self.exact
+        made, exact = gradients(step, self.model, self.batch, interpreter).gradients, self.exact
         differences = torch.stack([(made[name].double() - exact[name]).norm() for name in made])
         return float(differences.norm() / torch.stack([exact[name].norm() for name in made]).norm())
 
@@ -66,6 +69,28 @@ def drawn(name: str, seed: int) -> Drawn:
     """A model with random weights, and a random batch."""
     torch.manual_seed(seed)
     return Drawn(WithLoss(MODELS[name].prepare()()).train(), MODELS[name].batch())
+
+
+class RoundedProducts(fx.Interpreter):
+    """Runs a graph, and computes products of 16-bit tensors in fp32 from their values, rounding the results.
+
+    That is what units for bf16 do, which add in fp32; products of bf16 tensors are slow on most CPUs.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or operator_name(n) not in ALLOW:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+        made = self.call_function(n.target, args, kwargs)
+        if isinstance(made, Tensor):
+            return made.to(n.meta["val"].dtype)
+        both = zip(made, n.meta["val"], strict=True)
+        return tuple(one.to(like.dtype) if isinstance(one, Tensor) else one for one, like in both)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 class Computed(NamedTuple):
@@ -112,6 +137,8 @@ class Cast:
     """Fraction of the elements that operators compute in 16 bits."""
     ahead: float
     """The same, of the forward pass alone."""
+    nbytes: int
+    """Bytes that operators and casts read and write, one after the other."""
 
 
 def plain(name: str, seed: int) -> JointTrace:
@@ -126,11 +153,11 @@ def autocast(name: str, seed: int) -> Cast:
     return _cast(trace(UnderAutocast(case.model), *case.batch))
 
 
-def by_graph(name: str, seed: int, *, forward: bool) -> tuple[Cast, Narrowing]:
+def by_graph(name: str, seed: int, rules: Rules = DEFAULT) -> Cast:
     """The step as the pass narrows it."""
     step = plain(name, seed)
-    narrowing = narrow(step.module, forward=forward)
-    return _cast(step), narrowing
+    narrow(step.module, rules)
+    return _cast(step)
 
 
 def _cast(step: JointTrace) -> Cast:
@@ -145,4 +172,4 @@ def _cast(step: JointTrace) -> Cast:
             waiting += node.all_input_nodes
     every = count_elements(graph, torch.bfloat16)
     ahead = count_elements(graph, torch.bfloat16, lambda node: node in needed)
-    return Cast(step, count_casts(graph), every[0] / every[1], ahead[0] / ahead[1])
+    return Cast(step, count_casts(graph), every[0] / every[1], ahead[0] / ahead[1], count_bytes(graph))

@@ -277,6 +277,105 @@ def compile_joint(
     return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)(graph, inputs)
 
 
+def run_joint(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    prepare: Callable[[fx.GraphModule], Callable[[slice, dict[str, Any]], list[Any]]],
+) -> Callable[..., Any]:
+    """Make a function that computes a graph by a program of the caller, which reads its joint graph.
+
+    The backward pass gets the graph's inputs, and nothing else of the forward pass.
+
+    Args:
+        prepare: called with the traced joint graph; returns the program. The program takes the outputs to compute (of
+            the forward pass, or gradients), and the values of placeholders by name, and returns these outputs.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    programs = list[Callable[[slice, dict[str, Any]], list[Any]]]()
+    forward_outputs = list[int]()
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        if not joint_inputs:  # a graph within the graph, which stays as it is
+            return min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        programs.append(prepare(joint))
+        forward_outputs.append(num_fwd_outputs)
+        primals = [node for node in joint.graph.nodes if node.op == "placeholder" and "tangents" not in node.name]
+        tensors = [node for node in primals if isinstance(node.meta.get("val"), torch.Tensor)]
+        sizes = [node for node in primals if isinstance(node.meta.get("val"), torch.SymInt)]
+        return _extract_fwd_bwd_modules(joint, tensors, sizes, num_fwd_outputs=num_fwd_outputs)
+
+    def boxed(module: fx.GraphModule, compute: Callable[[dict[str, Any]], list[Any]]) -> Callable[..., Any]:
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+
+        def call(arguments: list[Any]) -> list[Any]:
+            values = dict(zip(names, arguments, strict=True))
+            arguments.clear()
+            return compute(values)
+
+        boxed_call: Any = call
+        boxed_call._boxed_call = True
+        return boxed_call
+
+    def compile_forward(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        if not programs:  # without gradients there is no joint graph
+            return boxed(module, lambda values: list(module(*values.values())))
+        (program,), (count,) = programs, forward_outputs
+        returned: Any = next(node for node in module.graph.nodes if node.op == "output").args[0]
+        inputs_again = [node.name for node in returned[count:]]
+
+        def compute(values: dict[str, Any]) -> list[Any]:
+            return [*program(slice(count), values), *(values[name] for name in inputs_again)]
+
+        return boxed(module, compute)
+
+    def compile_backward(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        (program,), (count,) = programs, forward_outputs
+        return boxed(module, lambda values: program(slice(count, None), values))
+
+    compiler = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition)
+    return compiler(graph, inputs)
+
+
+def compile_call(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a module's forward pass and hooks, without changing what a call of the module does."""
+    return torch.compile(module._call_impl, backend=backend)
+
+
+@contextmanager
+def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Context in which the gradients of leaf tensors call no hooks that `Tensor.register_hook` has registered."""
+    hooks = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    for tensor, _ in hooks:
+        tensor._backward_hooks = None
+    try:
+        yield
+    finally:
+        for tensor, own in hooks:
+            tensor._backward_hooks = own
+
+
+@contextmanager
+def called_by(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a call of the module calls `call`, a compiled form of it."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """A size of a tensor without data; where the size may vary, the one of the example it was traced with."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 0 if hint is None else int(hint)
+
+
 def own_device(local_rank: int) -> torch.device:
     """Make the GPU of a local rank the current device and return it; return the CPU if there is no GPU."""
     if not torch.cuda.is_available():

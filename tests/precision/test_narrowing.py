@@ -65,6 +65,36 @@ def test_forward_propagation_only_adds(drawn):
     assert {more.narrow[node] for node in added} <= {"after a product"}
 
 
+@given(drawn=flows(), forward=st.booleans(), data=st.data())
+@settings(max_examples=80)
+def test_measured_errors_overrule_the_passes(drawn, forward, data):
+    flow, kinds = drawn
+    bits = narrowed(flow, kinds, forward=forward)
+    movable = [node for node in flow.nodes if kinds[node] in ("allow", "infer")]
+    same = narrowed(flow, kinds, forward=forward, measured={node: node in bits.narrow for node in movable})
+    assert {kinds[node] for node in {*same.narrow} ^ {*bits.narrow}} <= {"clear"}
+    measured = {node: data.draw(st.booleans()) for node in movable if data.draw(st.booleans())}
+    other = narrowed(flow, kinds, forward=forward, measured=measured)
+    assert {*other.narrow} | {*other.wide} == {*flow.nodes}
+    assert not {*other.narrow} & {*other.wide}
+    for node in flow.nodes:
+        if node in movable:
+            assert (node in other.narrow) == measured.get(node, node in bits.narrow)
+        elif kinds[node] in ("deny", None):
+            assert node in other.wide
+    for node in (node for node, few in measured.items() if not few):  # it reads no number that was rounded for others
+        for view in flow.sources[node]:
+            if kinds[view] == "clear" and view in other.narrow:
+                assert any(one in other.narrow for one in flow.sources[view])
+
+
+def test_a_widened_operator_reads_no_view_that_is_rounded_for_another():
+    kinds = {0: None, 1: "clear", 2: "allow", 3: "allow"}
+    flow = Flow(range(4), {0: [], 1: [0], 2: [1], 3: [1]}, {0: [1], 1: [2, 3], 2: [], 3: []})
+    assert {*narrowed(flow, kinds).narrow} == {1, 2, 3}
+    assert {*narrowed(flow, kinds, measured={2: False}).narrow} == {3}
+
+
 def test_a_line_of_operators():
     kinds = ["allow", "infer", "allow", "infer", "deny", "infer", "clear", "allow", "infer", "clear"]
     sources = {node: [node - 1] if node else [] for node in range(len(kinds))}

@@ -13,7 +13,9 @@ import shoestring as ss
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.graph.trace import trace
 from shoestring.precision import Autocast, Graph
-from shoestring.precision.graph_pass import CAST, narrow, operator_name
+from shoestring.precision.casts import CAST
+from shoestring.precision.graph_pass import Rules, narrow
+from shoestring.precision.operators import operator_name
 from shoestring.testing.jobs import batch, sgd, tiny
 
 
@@ -53,7 +55,7 @@ def computed(step, model, inputs):
 def test_types_of_results_are_kept_and_values_are_close(dtype, forward):
     model, inputs, step = step_of()
     before = computed(step, model, inputs)
-    narrowing = narrow(step.module, dtype, forward=forward)
+    narrowing = narrow(step.module, Rules(dtype, forward))
     step.module.recompile()
     step.module.graph.lint()
     after = computed(step, model, inputs)
@@ -75,7 +77,7 @@ def test_types_of_results_are_kept_and_values_are_close(dtype, forward):
 
 def test_what_is_said_of_types_is_what_is_computed():
     model, inputs, step = step_of()
-    narrow(step.module, forward=True)
+    narrow(step.module, Rules(forward=True))
 
     class Checked(fx.Interpreter):
         def run_node(self, node):
@@ -102,7 +104,7 @@ def test_a_tensor_is_cast_once():
 
 def test_an_operator_may_be_kept_wide():
     _, _, step = step_of()
-    bits = narrow(step.module, wide=("silu", "silu_backward")).bits
+    bits = narrow(step.module, Rules(wide=("silu", "silu_backward"))).bits
     assert {bits.wide[node] for node in bits.wide if operator_name(node) == "silu"} == {"needs 32 bits"}
 
 

@@ -98,6 +98,13 @@ class TestGraph(FeatureSuite):
 
 
 @pytest.mark.slow
+class TestMeasuredGraph(FeatureSuite):
+    feature = Graph(dtype="bf16", measure=3, error=0.2, error_relative_to="gradients")
+    exact_across_ranks = False
+    representative = False
+
+
+@pytest.mark.slow
 class TestPlain(FeatureSuite):
     feature = Plain(every=2)
     representative = False

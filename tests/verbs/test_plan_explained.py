@@ -1,5 +1,6 @@
 """`shoestring plan --explain`: how the ranks of a host would divide the operators of a run, without starting ranks."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -7,6 +8,7 @@ import tomli_w
 
 from shoestring.cli import main
 from shoestring.graph.costs import ring
+from shoestring.precision.fact_names import CHOSEN_TITLE
 from tests.small_runs import write_run_file, write_texts
 
 HOST = ring(2, latency=2e-4, bandwidth=1.25e8, flops=2e10, copy=4e9, memory=1 << 32)
@@ -39,6 +41,21 @@ def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
     assert "messages beside computation" in printed
     for order in ("one after the other", "in the traced order", "in the order found", "or more in any order"):
         assert order in printed
+
+
+def test_it_shows_the_bits_that_the_run_asks_for_and_those_it_has_chosen(files, tmp_path, capsys):
+    run, cluster = files
+    group = {"title": CHOSEN_TITLE, "head": ["operators", "bits"], "rows": [["silu(mm) -> mul, mul'", 32.0]]}
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "run.toml").write_text("")
+    (folder / "summary.json").write_text(json.dumps({"report_items": [group]}))
+    arguments = ["plan", run, "--explain", cluster(HOST), "--run.folder", str(folder)]
+    arguments += ["--precision.graph.wide", '["silu_backward"]', "--precision.graph.measure", "1"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "in 32 bits: its measured error is too large" in printed
+    assert "in 32 bits: needs 32 bits" in printed.partition("silu_backward: ")[2].partition("\n")[0]
 
 
 def test_a_cluster_that_is_no_host_of_several_ranks_is_refused(files, capsys):

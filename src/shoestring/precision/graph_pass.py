@@ -1,22 +1,21 @@
-"""The pass of [precision.graph] over the joint graph of a step: decides what has 16 bits, and inserts the casts."""
+"""The pass of [precision.graph] over the joint graph of a step: decides how many bits operators have."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from shoestring._torch import tree_map_only
-from shoestring.precision.lists import NARROWED_ARGUMENTS, PROMOTING, SUMMING, ListName, list_of
+from shoestring.precision.casts import CAST, Casts
+from shoestring.precision.eight_bits import EightBitProducts, unfit
+from shoestring.precision.lists import SUMMING, ListName, list_of
 from shoestring.precision.narrowing import Bits, Flow, narrowed
-
-CAST = torch.ops.prims.convert_element_type.default
+from shoestring.precision.operators import computes_floats, dtypes_of, elements_of, group_of, operator_name, tensors_of
 
 
 @dataclass(frozen=True)
@@ -25,27 +24,52 @@ class Narrowing:
 
     bits: Bits[fx.Node]
     casts: int
-    """Casts from 32 to 16 bits and back that the graph has now."""
+    """Casts between float types that the graph has now."""
     narrow: int
     """Elements of the float tensors that operators compute in 16 bits; views and casts compute none."""
     elements: int
     """Elements of all float tensors that operators compute."""
     operators: dict[str, Counter[str]] = field(default_factory=dict)
-    """Name of an operator -> how many of its calls have 16 bits, and how many stay wide, by reason."""
+    """Name of an operator -> how many of its calls have 8 and 16 bits, and how many stay wide, by reason."""
+    eight: int = 0
+    """Products in 8 bits."""
 
 
-def operator_name(node: fx.Node) -> str:
-    """The name of a node's ATen operator without namespace and overload, such as `mm`; empty if it calls none."""
-    schema = getattr(node.target, "_schema", None)
-    namespace, _, name = (schema.name if schema is not None else "").partition("::")
-    return name if namespace == "aten" else ""
+class Rules(NamedTuple):
+    """How the bits of a graph's operators are chosen."""
+
+    dtype: torch.dtype = torch.bfloat16
+    """The 16-bit type."""
+    forward: bool = False
+    """Whether `infer` operators after products are narrowed too."""
+    wide: Collection[str] = ()
+    """Names of operators that stay wide."""
+    eight: bool = False
+    """Whether large products of narrowed matrices are computed in 8 bits."""
+    chosen: Mapping[str, int] = {}
+    """Name of a group -> its bits, by measured errors; other groups have those that the lists and passes give them."""
 
 
-def computes_floats(node: fx.Node) -> bool:
-    """Whether a node's first output is a tensor of 32-bit floats."""
-    value = node.meta.get("val")
-    first = value[0] if isinstance(value, list | tuple) and value else value
-    return isinstance(first, Tensor) and first.dtype == torch.float32
+DEFAULT = Rules()
+"""bf16 as the lists and passes decide, without forward propagation."""
+
+
+class OperatorGroup(NamedTuple):
+    """Equal operators of a graph, whose bits can be chosen together."""
+
+    few: int
+    """Bits of the group if it is narrowed: 8 for large products if there are 8-bit products, else 16."""
+    bits: int
+    """Bits of the group now; 32 if not all of its operators are narrowed."""
+    elements: int
+    """Elements of the float tensors that the group computes."""
+    product: bool
+    """Whether the operators are products, which few bits make faster by themselves."""
+
+    @property
+    def other(self) -> int:
+        """The bits that the group does not have now, to be compared with those that it has."""
+        return 2 * self.few if self.bits == self.few else self.few
 
 
 def flow_of(graph: fx.Graph, *, forward: bool = False) -> tuple[Flow[fx.Node], dict[fx.Node, ListName | None]]:
@@ -74,153 +98,101 @@ def flow_of(graph: fx.Graph, *, forward: bool = False) -> tuple[Flow[fx.Node], d
     known = set(nodes)
     sources = {node: [source for source in node.all_input_nodes if source in known] for node in nodes}
     users = {node: [user for user in node.users if user in known] for node in nodes}
-    repeated = {(one, user) for one in nodes for user in users[one] if 0 < _elements(one) < _elements(user)}
+    sizes = {node: sum(map(elements_of, tensors_of(node))) if len(dtypes_of(node)) == 1 else 0 for node in nodes}
+    repeated = {(one, user) for one in nodes for user in users[one] if 0 < sizes[one] < sizes[user]}
     return Flow(nodes, sources, users, repeated), lists
 
 
-def _elements(node: fx.Node) -> int:
-    """Number of elements of an operator's only output; 0 if it has several."""
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, Tensor) else 0
+class _Decided(NamedTuple):
+    """The decision for each node of a graph that has not been changed yet."""
+
+    bits: Bits[fx.Node]
+    lists: Mapping[fx.Node, ListName | None]
+    groups: dict[fx.Node, str]
+    """Operators whose bits can be chosen by measured errors -> the name of their group."""
+    eight: frozenset[fx.Node]
+    """Products in 8 bits."""
 
 
-def narrow(
-    module: fx.GraphModule,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    forward: bool = False,
-    wide: Collection[str] = (),
-) -> Narrowing:
-    """Change a graph in place: it computes in 16 bits what `narrowed` decides. Inputs and outputs keep their types.
+def _decide(graph: fx.Graph, rules: Rules) -> _Decided:
+    flow, lists = flow_of(graph, forward=rules.forward)
+    for node in lists:
+        if operator_name(node) in rules.wide:
+            lists[node] = "deny"
+    groups = {
+        node: group_of(node)
+        for node, name in lists.items()
+        if name in ("allow", "infer") or (operator_name(node) in SUMMING and name is None)
+    }
+    measured = {node: rules.chosen[name] < 32 for node, name in groups.items() if name in rules.chosen}
+    bits = narrowed(flow, lists, forward=rules.forward, measured=measured)
+    eight = set[fx.Node]()
+    for node, name in lists.items() if rules.eight else ():
+        if name == "allow" and node in bits.narrow:
+            why = unfit(node) or ("" if rules.chosen.get(groups[node], 8) == 8 else "its measured error in 8 bits")
+            bits.narrow[node] = why or "a large product"
+            eight.update(() if why else (node,))
+    return _Decided(bits, lists, groups, frozenset(eight))
 
-    Args:
-        forward: whether `infer` operators after products are narrowed too. wide: names of operators that stay wide.
+
+def groups_of(graph: fx.Graph, rules: Rules) -> dict[str, OperatorGroup]:
+    """The groups of operators of a graph whose bits can be chosen by measured errors, as they are now."""
+    bits, lists, members, eight = _decide(graph, rules)
+    groups = dict[str, OperatorGroup]()
+    for node, name in members.items():
+        product = lists[node] == "allow"
+        few = 8 if rules.eight and product and not unfit(node) else 16
+        now = 8 if node in eight else 16 if node in bits.narrow else 32
+        before = groups.get(name, OperatorGroup(few, now, 0, product))
+        elements = before.elements + sum(map(elements_of, tensors_of(node)))
+        groups[name] = OperatorGroup(min(few, before.few), max(now, before.bits), elements, product)
+    return groups
+
+
+def narrow(module: fx.GraphModule, rules: Rules = DEFAULT) -> Narrowing:
+    """Change a graph in place: it computes in few bits what the rules say. Inputs and outputs keep their types.
 
     Raises:
         RuntimeError: an operator refuses the types of its inputs.
     """
     graph = module.graph
-    flow, lists = flow_of(graph, forward=forward)
-    for node in lists:
-        if operator_name(node) in wide:
-            lists[node] = "deny"
-    bits = narrowed(flow, lists, forward=forward)
-    reasons, casts = _by_operator(bits), _Casts(graph, dtype)
+    decided = _decide(graph, rules)
+    bits, casts = decided.bits, Casts(graph, rules.dtype)
+    reasons, products = _by_operator(decided), EightBitProducts(casts, _of_gradients(graph))
     for node in [*graph.nodes]:
         if node.op == "output":
             casts.restore(node)
+        elif node in decided.eight:
+            products.convert(node)
         elif node.op == "call_function" and node.target is not operator.getitem:
             casts.convert(node, node in bits.narrow)
         elif node.op == "call_function":
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
     graph.eliminate_dead_code()
-    return Narrowing(bits, count_casts(graph), *count_elements(graph, dtype), reasons)
+    counts = count_elements(graph, rules.dtype)
+    return Narrowing(bits, count_casts(graph), *counts, reasons, len(decided.eight))
 
 
-class _Casts:
-    """Inserts casts in front of nodes; a tensor that several nodes read is cast once.
-
-    `meta["val"]` of all nodes in front of the current one have the types that the changed graph computes, and
-    `meta["wide"]` says which tensors the graph had as 32-bit floats before.
-    """
-
-    def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
-        self.graph, self.dtype = graph, dtype
-        self._made = dict[tuple[fx.Node, torch.dtype], fx.Node]()
-        self._types = {node: _dtypes(node) for node in graph.nodes}
-
-    def convert(self, node: fx.Node, narrow: bool) -> None:
-        """Cast the inputs of a node, and compute the types of its outputs anew."""
-        places = NARROWED_ARGUMENTS.get(operator_name(node)) if narrow else None
-        sources = node.all_input_nodes
-
-        promotes = operator_name(node) in PROMOTING and any(
-            _dtypes(source) == (torch.float32,) and source.meta["val"].ndim for source in sources
-        )
-
-        def cast(source: fx.Node, narrow: bool) -> fx.Node:
-            was, now = self._types[source], _dtypes(source)
-            if len(now) != 1:  # an operator with several outputs is read by picks of them only
-                return source
-            if narrow and now == (torch.float32,):
-                return self._cast(source, self.dtype)
-            wide = was == (torch.float32,) and now != was and not narrow and not promotes
-            return self._cast(source, torch.float32) if wide else source
-
-        with self.graph.inserting_before(node):
-            args = tuple(
-                fx.node.map_arg(argument, partial(cast, narrow=narrow and (places is None or place in places)))
-                for place, argument in enumerate(node.args)
-            )
-            kwargs = fx.node.map_arg(dict(node.kwargs), partial(cast, narrow=narrow and places is None))
-        if narrow:  # operators that are told the type of their result, or of the input of their forward pass
-            args = tuple(self.dtype if argument is torch.float32 else argument for argument in args)
-            kwargs = {name: self.dtype if value is torch.float32 else value for name, value in kwargs.items()}
-        changed = args != node.args or kwargs != node.kwargs
-        node.args, node.kwargs = args, kwargs
-        if changed or any(_dtypes(source) != self._types[source] for source in sources):
-            node.meta["val"] = self._computed(node)
-
-    def restore(self, output: fx.Node) -> None:
-        """Cast the outputs of the graph back to the types that they had."""
-
-        def cast(source: fx.Node) -> fx.Node:
-            was, now = self._types[source], _dtypes(source)
-            return self._cast(source, was[0]) if len(was) == 1 and was != now and was[0] else source
-
-        with self.graph.inserting_before(output):
-            output.args = fx.node.map_arg(output.args, cast)
-
-    def _cast(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """The node that casts a tensor; made where the graph is being inserted into, if there is none yet."""
-        if (source, dtype) not in self._made:
-            made = self.graph.call_function(CAST, (source, dtype))
-            made.meta["val"] = self._computed(made)
-            for key in ("partitioner_tag", "seq_nr", "stack_trace", "fwd_nn_module_stack", "nn_module_stack"):
-                if key in source.meta:
-                    made.meta[key] = source.meta[key]
-            self._types[made] = _dtypes(made)
-            self._made[source, dtype] = made
-        return self._made[source, dtype]
-
-    def _computed(self, node: fx.Node) -> Any:
-        """The outputs of a node as fake tensors."""
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
-        modes = [value.fake_mode for value in _fakes((args, kwargs))]
-        with modes[0]:
-            operation: Any = node.target
-            return operation(*args, **kwargs)
-
-
-def _fakes(values: Any) -> list[Any]:
-    fakes = list[Any]()
-
-    def collect(tensor: Tensor) -> Tensor:
-        if hasattr(tensor, "fake_mode"):
-            fakes.append(tensor)
-        return tensor
-
-    tree_map_only(Tensor, collect, values)
-    return fakes
-
-
-def _dtypes(node: fx.Node) -> tuple[torch.dtype | None, ...]:
-    """The types of a node's outputs; None for an output that is no tensor."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else (value,)
-    return tuple(one.dtype if isinstance(one, Tensor) else None for one in values)
+def _of_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on the gradients of the graph's outputs."""
+    later = set[fx.Node]()
+    for node in graph.nodes:
+        first = node.op == "placeholder" and "tangents" in node.name
+        if first or any(source in later for source in node.all_input_nodes):
+            later.add(node)
+    return later
 
 
 def count_casts(graph: fx.Graph) -> int:
     """Casts between float types, those of the traced program among them."""
     copies = {CAST, torch.ops.aten._to_copy.default}
-    return sum(node.target in copies and _floats(node) for node in graph.nodes if node.op == "call_function")
+    return sum(node.target in copies and _changes_floats(node) for node in graph.nodes if node.op == "call_function")
 
 
-def _floats(node: fx.Node) -> bool:
+def _changes_floats(node: fx.Node) -> bool:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    before, after = _dtypes(source)[0], _dtypes(node)[0]
+    before, after = dtypes_of(source)[0], dtypes_of(node)[0]
     return before is not None and after is not None and before.is_floating_point and before != after
 
 
@@ -233,37 +205,50 @@ def count_elements(
         name = operator_name(node) if node.op == "call_function" else ""
         if name in ("", "_to_copy") or list_of(name) == "clear":
             continue
-        value = node.meta["val"]
-        for output in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(output, Tensor) and output.is_floating_point():
-                total += output.numel()
-                narrow += output.numel() * (output.dtype == dtype)
+        for output in tensors_of(node):
+            if output.is_floating_point():
+                total += elements_of(output)
+                narrow += elements_of(output) * (output.dtype == dtype)
     return narrow, total
 
 
+def count_bytes(graph: fx.Graph) -> int:
+    """Bytes of the tensors that operators and casts read and write, one operator after the other; views copy none."""
+    total = 0
+    for node in graph.nodes:
+        returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+        if returns and not any(one.alias_info for one in returns) and operator_name(node) != "_unsafe_view":
+            total += sum(elements_of(one) * one.element_size() for one in tensors_of(node))
+            total += sum(elements_of(one) * one.element_size() for at in node.all_input_nodes for one in tensors_of(at))
+    return total
+
+
 SHOWN = 16
-"""Number of kinds of operators that `describe_bits` shows."""
+"""Number of kinds of operators that `describe_bits` shows, beside those that the rules name."""
 
 
-def describe_bits(graph: fx.Graph, *, forward: bool = False) -> Iterator[str]:
-    """Yield lines that say which operators of a joint graph would have 16 bits, and why; the graph stays as it is."""
-    flow, lists = flow_of(graph, forward=forward)
-    bits = narrowed(flow, lists, forward=forward)
-    reasons = _by_operator(bits)
-    floats = sum(name is not None and node.target is not operator.getitem for node, name in lists.items())
-    narrow_ones = sum(node.target is not operator.getitem for node in bits.narrow)
-    yield f"with [precision.graph], {narrow_ones:,} of {floats:,} operators on 32-bit floats compute in 16 bits:"
+def describe_bits(graph: fx.Graph, rules: Rules = DEFAULT) -> Iterator[str]:
+    """Yield lines that say which operators of a joint graph would have how many bits, and why; the graph stays."""
+    decided = _decide(graph, rules)
+    reasons = _by_operator(decided)
+    floats = sum(name is not None and node.target is not operator.getitem for node, name in decided.lists.items())
+    narrow_ones = sum(node.target is not operator.getitem for node in decided.bits.narrow)
+    few = f"16 bits, and {len(decided.eight):,} of them multiply 8 bits" if rules.eight else "16 bits"
+    yield f"with [precision.graph], {narrow_ones:,} of {floats:,} operators on 32-bit floats compute in {few}:"
     ordered = sorted(reasons.items(), key=lambda item: -item[1].total())
-    for name, counts in ordered[:SHOWN]:
+    asked = {name for name, counts in reasons.items() if name in rules.wide or any("measured" in why for why in counts)}
+    shown = [item for place, item in enumerate(ordered) if place < SHOWN or item[0] in asked]
+    for name, counts in shown:
         yield f"  {name}: " + "; ".join(f"{count} in {reason}" for reason, count in counts.most_common())
-    if len(ordered) > SHOWN:
-        yield f"  and {len(ordered) - SHOWN} other kinds"
+    if len(ordered) > len(shown):
+        yield f"  and {len(ordered) - len(shown)} other kinds"
 
 
-def _by_operator(bits: Bits[fx.Node]) -> dict[str, Counter[str]]:
+def _by_operator(decided: _Decided) -> dict[str, Counter[str]]:
     reasons = dict[str, Counter[str]]()
-    for what, nodes in (("16 bits", bits.narrow), ("32 bits", bits.wide)):
+    for few, nodes in ((True, decided.bits.narrow), (False, decided.bits.wide)):
         for node, reason in nodes.items():
             if (name := operator_name(node)) and computes_floats(node):
-                reasons.setdefault(name, Counter())[f"{what}: {reason}"] += 1
+                bits = 8 if node in decided.eight else 16 if few else 32
+                reasons.setdefault(name, Counter())[f"{bits} bits: {reason}"] += 1
     return reasons

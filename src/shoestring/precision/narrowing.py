@@ -9,6 +9,7 @@ The passes, in this order:
 5. Forward propagation, if it is asked for: `infer` and `clear` nodes that read narrowed nodes are narrowed. Pass 2 then
    leaves out operands that are repeated along a dimension, such as the statistics that a norm divides by: rounding one
    of them moves all numbers of a row alike.
+6. What measured errors have decided (choosing.py) overrules passes 1 to 5, and `clear` nodes follow their neighbours.
 
 Nothing here imports torch.
 """
@@ -42,11 +43,18 @@ class Bits(NamedTuple, Generic[N]):
     wide: dict[N, str]
 
 
-def narrowed(flow: Flow[N], lists: Mapping[N, ListName | None], *, forward: bool = False) -> Bits[N]:
+def narrowed(
+    flow: Flow[N],
+    lists: Mapping[N, ListName | None],
+    *,
+    forward: bool = False,
+    measured: Mapping[N, bool] | None = None,
+) -> Bits[N]:
     """Decide which nodes compute in 16 bits. A node that is in no list stays wide, and no pass goes through it.
 
     Args:
         lists: node -> the list that its operator is in. forward: whether to do pass 5.
+        measured: node -> whether it is narrowed, for pass 6; nodes that are missing stay as the passes decide.
     """
 
     def of(*names: ListName | None) -> set[N]:
@@ -72,6 +80,19 @@ def narrowed(flow: Flow[N], lists: Mapping[N, ListName | None], *, forward: bool
     if forward:
         onward = _reached(computed, flow.users, (infer | clear) - denied)
         narrow |= {node: "after a product" for node in onward if node not in narrow}
+    if measured:
+        chosen = {node: "its measured error is small" for node, few in measured.items() if few}
+        wide |= {node: "its measured error is too large" for node, few in measured.items() if not few}
+        narrow = {node: why for node, why in narrow.items() if node not in clear and measured.get(node, True)}
+        narrow = {**chosen, **narrow}
+        # A node that reads one tensor only moves its numbers, whatever that tensor was computed from.
+        moving = {node for node in clear if node not in denied or len(flow.sources[node]) == 1}
+        # What is widened must not read rounded numbers, whoever else reads the same view.
+        unrounded = _reached({node for node, few in measured.items() if not few}, flow.sources, clear)
+        before = _reached(narrow, flow.sources, clear - denied - unrounded)
+        beside = _reached(narrow, flow.users, moving) | before
+        narrow |= {node: "moves narrowed numbers" for node in beside if node not in narrow}
+        wide = {node: why for node, why in wide.items() if node not in narrow}
     left = (node for node in flow.nodes if node not in narrow and node not in wide)
     return Bits(narrow, wide | dict.fromkeys(left, "not between products"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from shoestring.memory.predicted import device_type
 from shoestring.models.loading import build_model
 from shoestring.models.without_data import with_fake_tensors
 from shoestring.planning.cluster import Cluster
-from shoestring.precision.graph_pass import describe_bits
+from shoestring.precision import Graph
+from shoestring.precision.fact_names import CHOSEN_TITLE
+from shoestring.precision.graph_pass import Rules, describe_bits
+from shoestring.report import reading
 from shoestring.run import Run
 from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
 from shoestring.training.user_code import UserCode, import_user_code
@@ -55,12 +59,24 @@ def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     folder = Path(run.settings.folder or Path("runs") / run.name)
     data = open_data(run.placed(folder), World(), folder, code.collate)
     try:
-        yield from _explained(run, code, data, measured)
+        yield from _explained(run, code, data, measured, _rules(run, folder))
     finally:
         data.close()
 
 
-def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster) -> Iterator[str]:
+def _rules(run: Run, folder: Path) -> Rules:
+    """The rules of the run's [precision.graph], with the bits that measured errors chose when it ran in this folder."""
+    settings = next((feature for feature in run.features if isinstance(feature, Graph)), Graph())
+    chosen = dict[str, int]()
+    if settings.measure and (folder / "summary.json").exists():
+        items = reading.tables(reading.read(folder).summary, "report_items")
+        rows = next((item["rows"] for item in items if item.get("title") == CHOSEN_TITLE), [])
+        with suppress(TypeError, ValueError):
+            chosen = {str(name): int(bits) for name, bits in rows}
+    return Rules(forward=settings.forward_propagation, wide=settings.wide, eight=settings.fp8, chosen=chosen)
+
+
+def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster, rules: Rules) -> Iterator[str]:
     settings = run.settings
     samples = max(settings.batch // settings.accumulate, 1)
     batch = data.first_batch(samples)
@@ -79,4 +95,4 @@ def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster) -> It
     yield f"{samples} samples on {explained.costs.ranks} ranks of a host, without the features of the run"
     yield from explained.lines()
     yield ""
-    yield from describe_bits(explained.step.module.graph)
+    yield from describe_bits(explained.step.module.graph, rules)
