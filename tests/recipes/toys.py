@@ -1,9 +1,14 @@
 """Recipes trained at toy size, and photos of the forms in which people have them."""
 
+from pathlib import Path
+
 import numpy as np
 from PIL import Image
 
 from shoestring.cli import main
+
+MODULES = str(Path(__file__).parents[1] / "clients" / "node_modules")
+"""What npm has installed for the tests, the data of the recipe `reply` among it."""
 
 
 def train_toy(folders, recipe, *arguments):
