@@ -25,7 +25,7 @@ from shoestring.storage import foreign
 SIDE = 24
 """Height and width of a frame in pixels."""
 QUARTERS = 4
-"""Number of frames that stand for a clip, one of each quarter of its time."""
+"""Number of frames that stand for a clip, one of each quarter of its frames."""
 STEPS = 16
 """Number of frames of an emoji's clip, in which a window goes round the four corners of the picture."""
 LARGEST = 32 << 20
@@ -106,7 +106,10 @@ def _by_pillow(content: bytes, name: str) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged metadata, and of sizes, which are checked
             clip = Image.open(BytesIO(content), formats=("GIF", "WEBP"))
-            return torch.stack([_small(frame) for frame in _frames(clip, name)])
+            frames = [_small(frame) for frame in _frames(clip, name)]
+        if not frames:
+            raise DataError(f"`{name}` is damaged: it has no frame")
+        return torch.stack(frames)
     except DataError:
         raise
     except Exception as error:  # a damaged file may raise any error in a decoder
