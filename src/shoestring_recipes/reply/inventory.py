@@ -45,13 +45,25 @@ class PinnedFile(NamedTuple):
     """SHA-256 of its content."""
 
 
-DATA = PinnedFile("emoji-datasource", "emoji.json", "")
+DATA = PinnedFile("emoji-datasource", "emoji.json", "1d602e65be88772bf8cc368ce16b855d719eeddbafe128d471b80203f494d29f")
 SHEETS = {
-    "twitter": PinnedFile("emoji-datasource", "img/twitter/sheets/32.png", ""),
-    "google": PinnedFile("emoji-datasource", "img/google/sheets/32.png", ""),
+    "twitter": PinnedFile(
+        "emoji-datasource",
+        "img/twitter/sheets/32.png",
+        "2767ef2e87cbfb6cc12ac46596c339549afaf0ae8771cf51100c8853f6bde632",
+    ),
+    "google": PinnedFile(
+        "emoji-datasource",
+        "img/google/sheets/32.png",
+        "b417e9f6cd4bbc10656bbfd5e13b6e9a2545b55e6a4cf7312d75be1faaa34952",
+    ),
 }
-KEYWORDS = PinnedFile("emojilib", "dist/emoji-en-US.json", "")
-DESCRIPTIONS = PinnedFile("vaderSentiment", "emoji_utf8_lexicon.txt", "")
+KEYWORDS = PinnedFile(
+    "emojilib", "dist/emoji-en-US.json", "7974e9162e1505aa1b02d07a04e4eefa5c51864d6c32e477121c635201e2eca2"
+)
+DESCRIPTIONS = PinnedFile(
+    "vaderSentiment", "emoji_utf8_lexicon.txt", "b8d54223ae1ce22a3e12c1f745316b71678c328eb5f5d3063a842f37cfbe2823"
+)
 
 
 class Emoji(NamedTuple):

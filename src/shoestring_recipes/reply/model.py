@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ class TwoEncoders(nn.Module):
             size = self.texts.pretrained.config.hidden_size if folder else dimensions
             channels = [3, width, 2 * width, 4 * width]
             layers: list[nn.Module] = []
-            for before, after in zip(channels[:-1], channels[1:], strict=True):
+            for before, after in pairwise(channels):
                 layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(4, after), nn.ReLU()]
             layers += [nn.Flatten(), nn.Linear(channels[-1] * (SIDE // 8) ** 2, size), nn.ReLU()]
             self.frame = nn.Sequential(*layers)

@@ -98,7 +98,10 @@ def data(
             del texts[:count]
     judged, validation, taught = parts
     if not (judged and validation and taught):
-        raise ConfigError(f"{len(inventory)} emoji are too few", hint="lower data.arguments.every")
+        raise ConfigError(
+            f"of {len(inventory)} emoji no text is left to teach, to tune or to judge",
+            hint="lower data.arguments.every or data.arguments.held_out",
+        )
     reader = TokenReader(tokenizer)
     clips = [corners(pictures(art, modules)[::every]) for art in ARTS]
     return (
@@ -149,4 +152,5 @@ def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
     columns = zip(samples.tags.to(texts.device).split(_CHUNK), samples.clips[0].split(_CHUNK), strict=True)
     parts = ({"tags": tags, "frames": frames.to(texts.device)} for tags, frames in columns)
     clips = torch.cat([held_out.forward(model, part)["clip"] for part in parts])
-    return samples.compared((texts.float() @ clips.float().T).cpu().numpy()).report()
+    rows, columns = (side.float().cpu().numpy() for side in (texts, clips))  # autocast would round their products
+    return samples.compared(rows @ columns.T).report()
