@@ -42,8 +42,8 @@ def test_cells_are_stored_and_compared(tmp_path, toy, monkeypatch):
     assert study.above(reply.FRAMES, HELD_OUT, "ndcg_30").value == pytest.approx(1.0)
     assert study.above(reply.LAST, HELD_OUT, "ndcg_30").value == pytest.approx(1 - 1 / np.log2(3))
     missing = study.above(reply.MINILM, UNSHARED, "recall_10")
-    assert isinstance(missing, NotRun) and "all-MiniLM-L6-v2 is not at" not in missing.reason
-    assert "nowhere" in missing.reason and len(Inline.made) == 4 * reply.SEEDS
+    assert isinstance(missing, NotRun) and missing.reason.startswith("all-MiniLM-L6-v2 is not at")
+    assert len(Inline.made) == 4 * reply.SEEDS
     reply.ReplyStudy(tmp_path, Deadline()).cells(reply.TAGS)
     assert len(Inline.made) == 4 * reply.SEEDS
     lines = reply.table(tmp_path).splitlines()

@@ -15,7 +15,7 @@ from tests.recipes.toys import MODULES, train_toy
 
 TOY = [
     *("--steps", "2", "--batch", "8", "--evaluate_every", "0", "--optim.schedule.warmup", "1"),
-    *("--data.arguments.every", "20", "--data.arguments.modules", MODULES, "--model.dimensions", "32"),
+    *("--data.arguments.every", "20", "--data.arguments.modules", MODULES, "--model.dimensions", "128"),
     *("--model.width", "8"),
 ]
 SIZES = {"desktop": (1280, 800, False), "phone": (360, 740, True)}
