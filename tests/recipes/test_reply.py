@@ -268,9 +268,11 @@ def test_the_order_of_frames_matters_and_every_parameter_learns():
     total, count = task.contrastive(task.forward(model.train(), batch), batch)
     total.backward()
     assert count == 8 and all(one.grad is not None and one.grad.any() for one in model.parameters())
-    blind = TwoEncoders(16, 8, blind=1.0).train()
+    blind = TwoEncoders(16, 8, blind=1.0, augment=False).train()
     blind.moving[0].p = 0.0
     assert torch.equal(*(blind.clip(rows, batch["frames"]) for rows in (batch["tags"], batch["tags"].flip(0))))
+    blind.augment = True
+    assert not torch.equal(*(blind.clip(batch["tags"], batch["frames"]) for _ in range(2)))
 
 
 def test_other_texts_of_an_emoji_are_no_negatives():
@@ -314,7 +316,7 @@ def apart(output, batch):
 def stepped(loss, world, features, first, last):
     """The parameters after a step on some samples."""
     torch.manual_seed(0)
-    model = TwoEncoders(8, 4, dropout=0.0, blind=0.0)
+    model = TwoEncoders(8, 4, dropout=0.0, blind=0.0, augment=False)
     model.moving[0].p = 0.0
     job = ss.compose(Job(model, task.forward, loss, world=world), (ss.optim.SGD(lr=0.5), *features))
     job.step(toy_batch(first, last))

@@ -25,18 +25,19 @@ class TwoEncoders(nn.Module):
             too.
         dropout: probability with which a word is left out in training.
         blind: probability with which all tags of a clip are left out in training, so that its frames have to do.
+        augment: whether frames are changed at random in training; see `varied`.
         temperature: initial temperature of the loss, which is learned.
     """
 
     def __init__(
         self, dimensions: int = 128, width: int = 32, tags: bool = True, frames: bool = True, folder: str = "",
-        dropout: float = 0.3, blind: float = 0.2, temperature: float = 0.07,
+        dropout: float = 0.3, blind: float = 0.2, augment: bool = True, temperature: float = 0.07,
     ) -> None:  # fmt: skip
         super().__init__()
         if not (tags or frames):
             raise ConfigError("clips have neither tags nor frames", hint="set model.tags or model.frames to true")
         self.texts = Encoder(dimensions, folder=folder, dropout=dropout, temperature=temperature)
-        self.tags, self.frames, self.blind = tags, frames, blind if frames else 0.0
+        self.tags, self.frames, self.augment, self.blind = tags, frames, augment, blind if frames else 0.0
         if frames:
             size = self.texts.pretrained.config.hidden_size if folder else dimensions
             channels = [3, width, 2 * width, 4 * width]
@@ -71,7 +72,17 @@ class TwoEncoders(nn.Module):
             seen = torch.rand(len(tags), 1, device=tags.device) >= self.blind if self.training and self.blind else 1
             parts.append(words * seen)
         if self.frames:
-            pixels = frames.flatten(0, 1).to(self.weight.dtype) / 127.5 - 1
-            codes = self.frame(pixels).unflatten(0, (len(frames), QUARTERS))
+            pixels = frames.to(self.weight.dtype) / 127.5 - 1
+            pixels = varied(pixels) if self.training and self.augment else pixels
+            codes = self.frame(pixels.flatten(0, 1)).unflatten(0, (len(frames), QUARTERS))
             parts.append(self.weight * F.normalize(self.moving(codes.flatten(1)).float(), dim=-1))
         return F.normalize(torch.stack(parts).sum(0), dim=-1)
+
+
+def varied(frames: Tensor) -> Tensor:
+    """Change frames (N, QUARTERS, 3, S, S) at random: all are shifted, colours are brighter or darker, a quarter of the
+    frames is grey, and there is some noise. Otherwise the network knows the clips by heart."""
+    shifts = torch.randint(-3, 4, (2,)).tolist()
+    draws = torch.rand(2, len(frames), QUARTERS, 3, device=frames.device, dtype=frames.dtype)[..., None, None]
+    colours, shown = 0.8 + 0.4 * draws[0, :, :1], draws[1, :, :, :1] < 0.75
+    return torch.roll(frames, shifts, (-2, -1)) * colours * shown + 0.3 * torch.randn_like(frames)
