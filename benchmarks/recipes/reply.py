@@ -83,7 +83,7 @@ def cell(method: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model, _ = load_model(trained(method, seed, Path(folder) / "run"))
     samples = data(**arguments(seed))[1]
-    texts = of_texts(model, [text for _, text in samples.texts])
+    texts = of_texts(model, samples.words)
     clips = of_clips(model, [one.tags for one in samples.inventory], samples.clips[0])
     return as_json(samples.compared((texts @ clips.T).numpy()))
 

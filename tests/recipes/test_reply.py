@@ -258,6 +258,21 @@ def test_texts_find_tags_before_training_and_hard_ones_have_vectors():
         TwoEncoders(tags=False, frames=False)
 
 
+def test_words_that_were_not_taught_are_left_out():
+    known = matching.vocabulary(["happy faces", "red heart"])
+    assert known == {"happi", "face", "red", "heart"}
+    assert matching.known_words("I am happiness, your FACE!", known) == "happiness, FACE!"
+    assert matching.known_words("слово", known) == "слово" and matching.known_words("", known) == ""
+    assert len(matching.known_words("heart " * 200_000, known)) < 10_000
+    taught, judged = task.data(MODULES, every=10, seed=3)
+    stems = matching.vocabulary([*taught.words, *(one.tags for one in taught.inventory)])
+    assert taught.words == [text for _, text in taught.texts]
+    left = [(words, text) for words, (_, text) in zip(judged.words, judged.texts, strict=True) if words != text]
+    assert len(left) > 20 and all(matching.vocabulary([words]) < matching.vocabulary([text]) for words, text in left)
+    unknown = [text for words, (_, text) in zip(judged.words, judged.texts, strict=True) if words == text]
+    assert all(set(terms(text)) <= stems or not set(terms(text)) & stems for text in unknown)
+
+
 def test_the_order_of_frames_matters_and_every_parameter_learns():
     torch.manual_seed(0)
     batch = toy_batch()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -12,9 +12,23 @@ from torch import Tensor, nn
 from shoestring_recipes.reply.clips import corners
 from shoestring_recipes.reply.inventory import ARTS, emoji, pictures
 from shoestring_recipes.retrieval.mining import vectors
+from shoestring_recipes.retrieval.words import terms
 
 _CHUNK = 256
 """Number of clips that are encoded at a time."""
+_READ = 8192
+"""Number of characters of a message that are looked at."""
+
+
+def vocabulary(texts: Iterable[str]) -> frozenset[str]:
+    """Return the stems of all words of texts."""
+    return frozenset(stem for text in texts for stem in terms(text))
+
+
+def known_words(text: str, known: frozenset[str]) -> str:
+    """Leave out the words of a text whose stems are not `known`, because an encoder maps a word that it has never seen
+    to a random vector; if none is known, return the text."""
+    return " ".join(word for word in text[:_READ].split() if known & set(terms(word))) or text
 
 
 def of_texts(model: Any, texts: Sequence[str]) -> Tensor:
@@ -41,7 +55,8 @@ def described(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
     """Return the vectors of messages and of all emoji, `text` and `emoji`; or those of clips and of all texts that
     emoji answer, `clip` and `texts`."""
     if "message" in batch:
-        return {"text": of_texts(model, batch["message"]), "emoji": _of_emoji(model)}
+        messages = [known_words(message, taught()) for message in batch["message"]]
+        return {"text": of_texts(model, messages), "emoji": _of_emoji(model)}
     return {"clip": of_clips(model, batch["words"], batch["frames"].cpu()), "texts": _of_answered(model)}
 
 
@@ -54,6 +69,12 @@ def best(queries: Tensor, candidates: Tensor, count: int) -> list[list[tuple[int
     top = (queries @ candidates.T).topk(min(count, len(candidates)), dim=1)
     columns = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [list(zip(*row, strict=True)) for row in columns]
+
+
+@cache
+def taught() -> frozenset[str]:
+    """Return the stems of the words of all emoji's tags and texts."""
+    return vocabulary([*answered(), *(one.tags for one in emoji())])
 
 
 @lru_cache(1)

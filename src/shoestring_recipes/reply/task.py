@@ -17,7 +17,7 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring_recipes.reply import ranking
 from shoestring_recipes.reply.clips import corners
 from shoestring_recipes.reply.inventory import ARTS, Emoji, emoji, pictures
-from shoestring_recipes.reply.matching import described
+from shoestring_recipes.reply.matching import described, known_words, vocabulary
 from shoestring_recipes.retrieval.words import TokenReader, padded
 
 VALIDATED = 0.2
@@ -39,6 +39,7 @@ class Replies(Dataset[dict[str, Any]]):
         texts: the texts. reader: turns texts into tokens.
         untaught: numbers of the emoji none of whose texts is taught. validation: texts on which BM25 is tuned.
         minilm: folder of a pretrained model for a row of the tables; empty for none.
+        known: stems of the words that the encoder reads; None for all.
     """
 
     draws = False
@@ -46,14 +47,17 @@ class Replies(Dataset[dict[str, Any]]):
     def __init__(
         self, inventory: Sequence[Emoji], clips: Sequence[Tensor], texts: Sequence[Text], reader: TokenReader,
         untaught: Sequence[int] = (), validation: Sequence[Text] = (), minilm: str = "",
+        known: frozenset[str] | None = None,
     ) -> None:  # fmt: skip
         self.inventory, self.clips, self.texts, self.reader = inventory, clips, texts, reader
         self.untaught, self.validation, self.minilm = untaught, validation, minilm
-        digest = hashlib.blake2b(repr((inventory, texts, reader.folder)).encode(), digest_size=16)
+        self.words = [text if known is None else known_words(text, known) for _, text in texts]
+        """What the encoder reads of each text."""
+        digest = hashlib.blake2b(repr((inventory, texts, self.words, reader.folder)).encode(), digest_size=16)
         digest.update(b"".join(part.numpy().tobytes() for part in clips))
         self.fingerprint = digest.hexdigest()
         self.tags = reader.rows([one.tags for one in inventory])
-        self._tokens = [reader.tokens(text) for _, text in texts]
+        self._tokens = [reader.tokens(text) for text in self.words]
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -104,9 +108,10 @@ def data(
         )
     reader = TokenReader(tokenizer)
     clips = [corners(pictures(art, modules)[::every]) for art in ARTS]
+    known = None if tokenizer else vocabulary([*(text for _, text in taught), *(one.tags for one in inventory)])
     return (
         Replies(inventory, clips, taught, reader),
-        Replies(inventory, clips[:1], judged, reader, untaught, validation, minilm),
+        Replies(inventory, clips[:1], judged, reader, untaught, validation, minilm, known),
     )
 
 
