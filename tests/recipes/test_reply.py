@@ -52,9 +52,9 @@ def test_emoji_have_pictures_tags_and_texts_that_do_not_give_each_other_away():
 def test_missing_and_other_packages_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(inventory, "GLOBAL", ())
-    with pytest.raises(ConfigError, match=r"emoji-datasource is not installed.*\n?.*npm install emoji-datasource@16"):
+    with pytest.raises(ConfigError, match=r"`emoji-datasource` is not installed.*\n?.*npm install emoji-datasource@16"):
         inventory.open_pinned(inventory.DATA)
-    with pytest.raises(ConfigError, match="emojilib is not installed"):
+    with pytest.raises(ConfigError, match="`emojilib` is not installed"):
         inventory.open_pinned(inventory.KEYWORDS, str(tmp_path))
     path = tmp_path / "node_modules" / inventory.DATA.package / inventory.DATA.path
     path.parent.mkdir(parents=True)
@@ -63,10 +63,10 @@ def test_missing_and_other_packages_are_one_line(tmp_path, monkeypatch):
     shutil.copy(f"{MODULES}/{inventory.DATA.package}/{inventory.DATA.path}", path)
     assert inventory.open_pinned(inventory.DATA) == path
     path.write_text("[]")
-    with pytest.raises(ConfigError, match="is not that of the version that this recipe is made for"):
+    with pytest.raises(ConfigError, match="is not the file of the version that the recipe `reply` needs"):
         inventory.open_pinned(inventory.DATA)
     monkeypatch.setattr(inventory, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"vaderSentiment is not installed.*\n?.*shoestring\[reply\]"):
+    with pytest.raises(ConfigError, match=r"`vaderSentiment` is not installed.*\n?.*shoestring\[reply\]"):
         inventory.open_pinned(inventory.DESCRIPTIONS)
 
 

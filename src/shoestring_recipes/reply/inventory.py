@@ -98,13 +98,13 @@ def open_pinned(file: PinnedFile, modules: str = "") -> Path:
         folders = [folder / file.package for folder in (*near, *(() if modules else GLOBAL))]
     path = next((folder / file.path for folder in folders if (folder / file.path).is_file()), None)
     if path is None:
-        raise ConfigError(f"the package {file.package} is not installed, which has the replies' data", hint=install)
+        raise ConfigError(f"`{file.package}` is not installed; the recipe `reply` learns from its data", hint=install)
     try:
         digest = hashlib.sha256(foreign.read_bytes(path, _LIMIT)).hexdigest()
     except OSError as error:
         raise ConfigError(f"`{path}` cannot be read: {error.strerror}", hint=install) from error
     if digest != file.digest:
-        raise ConfigError(f"`{path}` is not that of the version that this recipe is made for", hint=install)
+        raise ConfigError(f"`{path}` is not the file of the version that the recipe `reply` needs", hint=install)
     return path
 
 
