@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from shoestring.cli import main
+from shoestring.models.loading import load_model
 from shoestring_recipes.reply import __main__ as module
-from shoestring_recipes.reply import clips, inventory
+from shoestring_recipes.reply import clips, inventory, matching, ranking
 from tests.browser import Browser, needs_chromium
-from tests.recipes.toys import MODULES, train_toy
+from tests.recipes.toys import MODULES, save_pretrained, train_toy
 
 TOY = [
     *("--steps", "2", "--batch", "8", "--evaluate_every", "0", "--optim.schedule.warmup", "1"),
@@ -97,3 +98,16 @@ def test_own_clips_are_an_inventory(trained, tmp_path, capsys):
     text = out.read_text()
     assert text.index("happy_dog.gif") < text.index("sad_cat.gif") and "CC BY" not in text
     assert module.main([str(trained), str(tmp_path / "nothing.txt")]) == 2 and "error: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_pretrained_encoder_is_a_row_or_takes_the_place_of_the_bag(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    save_pretrained(folder, "Bert")
+    named = ("--model.folder", str(folder), "--data.arguments.tokenizer", str(folder))
+    run = train_toy(tmp_path_factory, "reply", *TOY, *named, "--data.arguments.minilm", str(folder))
+    assert "MiniLM over tags, untrained" in (run / "report.html").read_text()
+    model, _ = load_model(run)
+    assert model.weight.ndim == 0 and matching.of_texts(model, ["small ant", ""]).shape == (2, 16)
+    scores = ranking.by_pretrained(str(folder), ("small ant", "large dog"), ("dog large", "small ant", "cow"))
+    assert scores.shape == (2, 3) and scores[0, 1] == pytest.approx(1, abs=1e-5) and scores.argmax(1)[0] == 1
