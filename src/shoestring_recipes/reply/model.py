@@ -24,14 +24,15 @@ class TwoEncoders(nn.Module):
         folder: folder of a pretrained BERT or RoBERTa for texts and tags; `data.arguments.tokenizer` has to name it,
             too.
         dropout: probability with which a word is left out in training.
-        blind: probability with which all tags of a clip are left out in training, so that its frames have to do.
+        blind: probability with which all tags of a clip are left out in training, so that its frames have to do, as for
+            clips without tags; other clips are found a little worse.
         augment: whether frames are changed at random in training; see `varied`.
         temperature: initial temperature of the loss, which is learned.
     """
 
     def __init__(
         self, dimensions: int = 128, width: int = 32, tags: bool = True, frames: bool = True, folder: str = "",
-        dropout: float = 0.3, blind: float = 0.2, augment: bool = True, temperature: float = 0.07,
+        dropout: float = 0.3, blind: float = 0.0, augment: bool = True, temperature: float = 0.07,
     ) -> None:  # fmt: skip
         super().__init__()
         if not (tags or frames):
