@@ -31,7 +31,7 @@ class TwoEncoders(nn.Module):
     """
 
     def __init__(
-        self, dimensions: int = 128, width: int = 32, tags: bool = True, frames: bool = True, folder: str = "",
+        self, dimensions: int = 256, width: int = 32, tags: bool = True, frames: bool = True, folder: str = "",
         dropout: float = 0.3, blind: float = 0.0, augment: bool = True, temperature: float = 0.07,
     ) -> None:  # fmt: skip
         super().__init__()
