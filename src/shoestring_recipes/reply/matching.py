@@ -14,7 +14,7 @@ from shoestring_recipes.reply.inventory import ARTS, emoji, pictures
 from shoestring_recipes.retrieval.mining import vectors
 from shoestring_recipes.retrieval.words import terms
 
-_CHUNK = 256
+CHUNK = 256
 """Number of clips that are encoded at a time."""
 _READ = 8192
 """Number of characters of a message that are looked at."""
@@ -45,9 +45,9 @@ def of_clips(model: Any, tags: Sequence[str], frames: Tensor) -> Tensor:
         frames: uint8 (N, QUARTERS, 3, SIDE, SIDE).
     """
     device, parts = model.texts.temperature.device, []
-    for start in range(0, len(tags), _CHUNK):
-        rows = model.texts.reader.rows(tags[start : start + _CHUNK])
-        parts.append(model.clip(rows.to(device), frames[start : start + _CHUNK].to(device)).float().cpu())
+    for start in range(0, len(tags), CHUNK):
+        rows = model.texts.reader.rows(tags[start : start + CHUNK])
+        parts.append(model.clip(rows.to(device), frames[start : start + CHUNK].to(device)).float().cpu())
     return torch.cat(parts)
 
 

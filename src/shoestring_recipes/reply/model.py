@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
+from shoestring_recipes.reply.augment import varied
 from shoestring_recipes.reply.clips import QUARTERS, SIDE
 from shoestring_recipes.retrieval.model import Encoder
 
@@ -26,7 +27,7 @@ class TwoEncoders(nn.Module):
         dropout: probability with which a word is left out in training.
         blind: probability with which all tags of a clip are left out in training, so that its frames have to do, as for
             clips without tags; other clips are found a little worse.
-        augment: whether frames are changed at random in training; see `varied`.
+        augment: whether frames are changed at random in training.
         temperature: initial temperature of the loss, which is learned.
     """
 
@@ -78,12 +79,3 @@ class TwoEncoders(nn.Module):
             codes = self.frame(pixels.flatten(0, 1)).unflatten(0, (len(frames), QUARTERS))
             parts.append(self.weight * F.normalize(self.moving(codes.flatten(1)).float(), dim=-1))
         return F.normalize(torch.stack(parts).sum(0), dim=-1)
-
-
-def varied(frames: Tensor) -> Tensor:
-    """Change frames (N, QUARTERS, 3, S, S) at random: all are shifted, colours are brighter or darker, a quarter of the
-    frames is grey, and there is some noise. Otherwise the network knows the clips by heart."""
-    shifts = torch.randint(-3, 4, (2,)).tolist()
-    draws = torch.rand(2, len(frames), QUARTERS, 3, device=frames.device, dtype=frames.dtype)[..., None, None]
-    colours, shown = 0.8 + 0.4 * draws[0, :, :1], draws[1, :, :, :1] < 0.75
-    return torch.roll(frames, shifts, (-2, -1)) * colours * shown + 0.3 * torch.randn_like(frames)

@@ -15,6 +15,8 @@ from shoestring_recipes.retrieval.mining import encoded
 from shoestring_recipes.retrieval.model import Encoder
 from shoestring_recipes.retrieval.words import terms
 
+Text = tuple[int, str]
+"""The number of the reply that belongs to a text, and the text."""
 TOP, DEPTH = 10, 30
 """Number of replies that recall and the discounted gain look at."""
 HELD_OUT = "held-out texts"
@@ -49,7 +51,7 @@ def ranks(scores: Values, own: Sequence[int]) -> Values:
     return (scores >= right).sum(1)
 
 
-def by_words(texts: Sequence[str], tags: Sequence[str], validation: Sequence[tuple[int, str]]) -> Values:
+def by_words(texts: Sequence[str], tags: Sequence[str], validation: Sequence[Text]) -> Values:
     """Return BM25's scores of replies by their tags, (texts, replies). Its settings are the best for `validation`:
     numbers of replies and their texts, at most one for each."""
     first = [number for number, _ in validation]
@@ -110,11 +112,11 @@ class ReplyComparison:
 
 
 def compared(
-    texts: Sequence[tuple[int, str]],
+    texts: Sequence[Text],
     tags: Sequence[str],
     scores: Mapping[str, Values],
     untaught: Sequence[int],
-    validation: Sequence[tuple[int, str]],
+    validation: Sequence[Text],
     minilm: str = "",
 ) -> ReplyComparison:
     """Compare methods with BM25 over tags and, if its folder is named, an untrained MiniLM.

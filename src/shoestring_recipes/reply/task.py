@@ -17,17 +17,13 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring_recipes.reply import ranking
 from shoestring_recipes.reply.clips import corners
 from shoestring_recipes.reply.inventory import ARTS, Emoji, emoji, pictures
-from shoestring_recipes.reply.matching import described, known_words, vocabulary
+from shoestring_recipes.reply.matching import CHUNK, described, known_words, vocabulary
+from shoestring_recipes.reply.ranking import Text
 from shoestring_recipes.retrieval.words import TokenReader, padded
 
 VALIDATED = 0.2
 """Share of the emoji that have a text on which BM25's settings are chosen."""
 _TOKENS = ("text", "tags")
-_CHUNK = 256
-"""Number of clips that an evaluation encodes at a time."""
-
-Text = tuple[int, str]
-"""The number of the emoji that answers a text, and the text."""
 
 
 class Replies(Dataset[dict[str, Any]]):
@@ -102,10 +98,7 @@ def data(
             del texts[:count]
     judged, validation, taught = parts
     if not (judged and validation and taught):
-        raise ConfigError(
-            f"of {len(inventory)} emoji no text is left to teach, to tune or to judge",
-            hint="lower data.arguments.every or data.arguments.held_out",
-        )
+        raise ConfigError("no text is left to teach, tune or judge", hint="lower data.arguments.every or .held_out")
     reader = TokenReader(tokenizer)
     clips = [corners(pictures(art, modules)[::every]) for art in ARTS]
     known = None if tokenizer else vocabulary([*(text for _, text in taught), *(one.tags for one in inventory)])
@@ -154,7 +147,7 @@ def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
     text's own emoji among all."""
     samples: Replies = held_out.dataset
     texts = held_out.gather(torch.cat([held_out.forward(model, batch)["text"] for batch in held_out]))
-    columns = zip(samples.tags.to(texts.device).split(_CHUNK), samples.clips[0].split(_CHUNK), strict=True)
+    columns = zip(samples.tags.to(texts.device).split(CHUNK), samples.clips[0].split(CHUNK), strict=True)
     parts = ({"tags": tags, "frames": frames.to(texts.device)} for tags, frames in columns)
     clips = torch.cat([held_out.forward(model, part)["clip"] for part in parts])
     rows, columns = (side.float().cpu().numpy() for side in (texts, clips))  # autocast would round their products
