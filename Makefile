@@ -67,7 +67,7 @@ site: .venv/site.stamp
 	@echo "shoestring: installing what the tests and checks need"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-evaluate.txt
-	npm install --prefix tests/clients --no-package-lock --no-audit --no-fund --silent || echo "without npm, the tests of clients in JavaScript are skipped"
+	npm install --prefix tests/clients --no-package-lock --no-audit --no-fund --silent || echo "without npm, the tests of clients in JavaScript are skipped, and those of the recipe reply fail"
 	@touch $@
 
 .venv/site.stamp: .venv/run.stamp requirements-site.txt

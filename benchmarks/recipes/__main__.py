@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Bar, Deadline, main, resumable
-from benchmarks.recipes import annotation, faces, federated, generation, lanes, quality, retrieval
+from benchmarks.recipes import annotation, faces, federated, generation, lanes, quality, reply, retrieval
 
 PARTS: Mapping[str, Callable[[Path, Deadline], Iterable[Bar]]] = {
     "annotation": annotation.rows,
@@ -17,6 +17,7 @@ PARTS: Mapping[str, Callable[[Path, Deadline], Iterable[Bar]]] = {
     "generation": generation.rows,
     "lanes": lanes.rows,
     "quality": quality.rows,
+    "reply": reply.rows,
     "retrieval": retrieval.rows,
 }
 """The bars of each recipe, given the folder of its stored runs and when they must have ended. The ids begin with

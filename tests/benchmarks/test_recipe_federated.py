@@ -1,7 +1,5 @@
 """The benchmark of the recipe `federated`: all methods at toy size, settings chosen without the left-out domain."""
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 
@@ -9,27 +7,7 @@ from benchmarks.harness import Deadline
 from benchmarks.recipes import cells, federated
 from benchmarks.recipes.__main__ import command
 from shoestring_recipes.federated.digits import DOMAINS
-
-
-class Inline:
-    """An executor that calls at once, in this process."""
-
-    made: ClassVar = []
-
-    def __init__(self, *arguments):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return False
-
-    def submit(self, function, *arguments):
-        self.made.append((function.__name__, *arguments))
-        future = cells.Future()
-        future.set_result(function(*arguments))
-        return future
+from tests.benchmarks.inline_pool import Inline
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoestring import recipes
+from tests.recipes.toys import MODULES
 from tests.waiting import until
 
 STEPS, BATCH, LONG = 6, 4, 40
@@ -25,6 +26,7 @@ TOY = {
     "generation": {"data": {"arguments": {"held_out": 16}}},
     "lanes": {"data": {"arguments": {"pictures": 8, "held_out": 8}}},
     "quality": {"data": {"arguments": {"crops_each": 1}}},
+    "reply": {"data": {"arguments": {"every": 40, "modules": MODULES}}, "model": {"dimensions": 16, "width": 8}},
     "retrieval": {
         "data": {"arguments": {"headwords": 300, "documents": 40, "queries": 20, "validation": 20, "negatives": 1}},
         "model": {"dimensions": 16},

@@ -14,7 +14,7 @@ from shoestring.models.loading import load_model
 from shoestring_recipes.retrieval import dictionaries, files, mining, task
 from shoestring_recipes.retrieval.model import Encoder
 from shoestring_recipes.retrieval.words import TokenReader
-from tests.recipes.toys import train_toy
+from tests.recipes.toys import save_pretrained, train_toy
 
 SIZES = {"headwords": 300, "documents": 40, "queries": 20, "validation": 20, "negatives": 2}
 TOY = [
@@ -72,23 +72,6 @@ def test_words_are_found_for_descriptions_and_broken_files_are_named(trained, tm
     assert first["large.txt"] == small[3].headword and "русский.txt" in first
     assert len([row for row in rows if row["file"] == "known.txt"]) == files.SHOWN
     assert "<b>binary" not in (tmp_path / "words.html").read_text()
-
-
-def save_pretrained(folder, kind):
-    """A tiny BERT or RoBERTa with random weights and a tokenizer of words."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<s>", "<pad>", "</s>", "<unk>", "ant", "bee", "cow", "dog", "small", "large"]
-    engine = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
-    engine.pre_tokenizer = pre_tokenizers.Whitespace()
-    sizes = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = getattr(transformers, f"{kind}Config")(
-        **sizes, intermediate_size=16, max_position_embeddings=130, pad_token_id=1
-    )
-    torch.manual_seed(0)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
-    engine.save(str(folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "Bert"])

@@ -1,0 +1,154 @@
+"""Replies to texts: training with texts and emoji's clips that belong together; data, loss and evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import shoestring as ss
+from shoestring.core.errors import ConfigError, DataError
+from shoestring_recipes.reply import ranking
+from shoestring_recipes.reply.clips import corners
+from shoestring_recipes.reply.inventory import ARTS, Emoji, emoji, pictures
+from shoestring_recipes.reply.matching import CHUNK, described, known_words, vocabulary
+from shoestring_recipes.reply.ranking import Text
+from shoestring_recipes.retrieval.words import TokenReader, padded
+
+VALIDATED = 0.2
+"""Share of the emoji that have a text on which BM25's settings are chosen."""
+_TOKENS = ("text", "tags")
+
+
+class Replies(Dataset[dict[str, Any]]):
+    """A data set of texts with the emoji that answer them. A sample has the tokens `text` and `tags`, the emoji's
+    `frames`, uint8 (QUARTERS, 3, SIDE, SIDE), and its `number`.
+
+    Args:
+        inventory: the emoji. clips: their frames, for each set of pictures that samples alternate between.
+        texts: the texts. reader: turns texts into tokens.
+        untaught: numbers of the emoji none of whose texts is taught. validation: texts on which BM25 is tuned.
+        minilm: folder of a pretrained model for a row of the tables; empty for none.
+        known: stems of the words that the encoder reads; None for all.
+    """
+
+    draws = False
+
+    def __init__(
+        self, inventory: Sequence[Emoji], clips: Sequence[Tensor], texts: Sequence[Text], reader: TokenReader,
+        untaught: Sequence[int] = (), validation: Sequence[Text] = (), minilm: str = "",
+        known: frozenset[str] | None = None,
+    ) -> None:  # fmt: skip
+        self.inventory, self.clips, self.texts, self.reader = inventory, clips, texts, reader
+        self.untaught, self.validation, self.minilm = untaught, validation, minilm
+        self.words = [text if known is None else known_words(text, known) for _, text in texts]
+        """What the encoder reads of each text."""
+        digest = hashlib.blake2b(repr((inventory, texts, self.words, reader.folder)).encode(), digest_size=16)
+        digest.update(b"".join(part.numpy().tobytes() for part in clips))
+        self.fingerprint = digest.hexdigest()
+        self.tags = reader.rows([one.tags for one in inventory])
+        self._tokens = [reader.tokens(text) for text in self.words]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, frames = self.texts[index][0], self.clips[index % len(self.clips)]
+        clip = {"tags": self.tags[number], "frames": frames[number]}
+        return {"text": self._tokens[index], "number": torch.tensor(number), **clip}
+
+    def compared(self, scores: np.ndarray) -> ranking.ReplyComparison:
+        """Compare the encoders' scores of the first texts, (texts, emoji), with those of the other methods."""
+        tags, methods = [one.tags for one in self.inventory], {ranking.OURS: scores}
+        return ranking.compared(self.texts[: len(scores)], tags, methods, self.untaught, self.validation, self.minilm)
+
+
+def data(
+    modules: str = "", every: int = 1, held_out: float = 0.1, tokenizer: str = "", minilm: str = "", seed: int = 0
+) -> tuple[Replies, Replies]:
+    """Return the texts for training, and the held-out texts: one of each emoji that has two, and all texts of the emoji
+    that are not taught.
+
+    Args:
+        modules: folder with npm's packages; by default one at or above the current folder, or npm's global one.
+        every: step with which emoji are taken; 1 takes all.
+        held_out: share of the emoji that are not taught.
+        tokenizer: folder of a pretrained model, for its tokens.
+        minilm: folder of all-MiniLM-L6-v2, for a row of the tables.
+        seed: seed of the partition.
+    """
+    inventory, draws = emoji(modules)[::every], np.random.default_rng(seed)
+    untaught = sorted(draws.permutation(len(inventory))[: round(held_out * len(inventory))].tolist())
+    parts: tuple[list[Text], list[Text], list[Text]] = [], [], []
+    for number, one in enumerate(inventory):
+        texts = [(number, one.texts[at]) for at in draws.permutation(len(one.texts))]
+        counts = [min(1, len(texts) - 1), 0]
+        if number in untaught:
+            counts = [len(texts), 0]
+        elif len(texts) > 2 and draws.random() < VALIDATED:
+            counts = [1, 1]
+        for part, count in zip(parts, [*counts, len(texts)], strict=True):
+            part += texts[:count]
+            del texts[:count]
+    judged, validation, taught = parts
+    if not (judged and validation and taught):
+        raise ConfigError("no text is left to teach, tune or judge", hint="lower data.arguments.every or .held_out")
+    reader = TokenReader(tokenizer)
+    clips = [corners(pictures(art, modules)[::every]) for art in ARTS]
+    known = None if tokenizer else vocabulary([*(text for _, text in taught), *(one.tags for one in inventory)])
+    return (
+        Replies(inventory, clips, taught, reader),
+        Replies(inventory, clips[:1], judged, reader, untaught, validation, minilm, known),
+    )
+
+
+def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join samples to a batch: rows of tokens (N, L), frames (N, QUARTERS, 3, SIDE, SIDE). Texts and clips of
+    `files.read` make no common batch, and their words stay as they are."""
+    if len({tuple(sample) for sample in samples}) > 1:
+        raise DataError("texts and clips make no common batch")
+    columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {
+        name: padded(column) if name in _TOKENS else column if isinstance(column[0], str) else torch.stack(column)
+        for name, column in columns.items()
+    }
+
+
+def forward(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the vectors of the texts and clips of a batch; for those of `files.read`, also those of what they may
+    match."""
+    if "message" in batch or "words" in batch:
+        return described(model, batch)
+    output = model(**{name: batch[name] for name in (*_TOKENS, "frames") if name in batch})
+    return output | {name: batch[name] for name in ("number",) if name in batch}
+
+
+@ss.whole_batch
+def contrastive(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropies of finding each text's clip among those of the whole batch, and each clip's
+    text, with the learned temperature. Other samples of a text's own emoji are no negatives."""
+    texts, clips, numbers = output["text"].float(), output["clip"].float(), output["number"]
+    own = torch.arange(len(texts), device=texts.device)
+    repeated = numbers[:, None] == numbers
+    repeated[own, own] = False
+    scores = (texts @ clips.T / output["temperature"]).masked_fill(repeated, -torch.inf)
+    there, back = (F.cross_entropy(rows, own, reduction="sum") for rows in (scores, scores.T))
+    return (there + back) / 2, torch.tensor(len(texts), device=texts.device)
+
+
+def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
+    """Compare the encoders with BM25 over tags, and with an untrained MiniLM if there is one, by the rank of each
+    text's own emoji among all."""
+    samples: Replies = held_out.dataset
+    texts = held_out.gather(torch.cat([held_out.forward(model, batch)["text"] for batch in held_out]))
+    columns = zip(samples.tags.to(texts.device).split(CHUNK), samples.clips[0].split(CHUNK), strict=True)
+    parts = ({"tags": tags, "frames": frames.to(texts.device)} for tags, frames in columns)
+    clips = torch.cat([held_out.forward(model, part)["clip"] for part in parts])
+    rows, columns = (side.float().cpu().numpy() for side in (texts, clips))  # autocast would round their products
+    return samples.compared(rows @ columns.T).report()
