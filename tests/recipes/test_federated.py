@@ -152,9 +152,7 @@ def test_means_of_classes_count_and_few_samples_do_not():
     assert float(contrast.class_means(F.one_hot(labels, 10).float(), labels)) > 0.8
     one, few = torch.randn(7, 3, generator=generator), torch.tensor([0, 0, 0, 1, 1, 2, 4])
     scaled = (one - one.mean(0)) / (one.std(0, correction=0) + 1e-2)
-    pairs = [
-        np.mean([float(scaled[i] @ scaled[j]) for i in own for j in own if i != j]) for own in ([0, 1, 2], [3, 4])
-    ]
+    pairs = [np.mean([float(scaled[i] @ scaled[j]) for i in own for j in own if i != j]) for own in ([0, 1, 2], [3, 4])]
     assert float(contrast.class_means(one, few)) == pytest.approx(np.mean(pairs) / 3, abs=1e-5)
     assert float(contrast.class_means(one[:1], few[:1])) == 0
 

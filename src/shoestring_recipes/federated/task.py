@@ -94,10 +94,10 @@ class Separated(nn.Module):
         augment: bool = True,
         contrast: float = 0.3,
         style: float = 0.3,
-        remake: float = 30.0,
+        remake: float = 10.0,
         decorrelate: float = 0.3,
-        independent: float = 1.0,
-        bottleneck: float = 0.08,
+        independent: float = 0.5,
+        bottleneck: float = 0.02,
         style_bottleneck: float = 0.005,
     ) -> None:
         super().__init__()
