@@ -128,7 +128,7 @@ def test_every_part_of_the_network_learns_and_the_switches_work():
 
 def test_a_code_holds_the_nats_that_it_says():
     torch.manual_seed(0)
-    encoder, x = codes.NoisyEncoder(8, 5, spread=-1.0), torch.rand(6, 1, 16, 16)
+    encoder, x = codes.NoisyDigitEncoder(8, 5, spread=-1.0), torch.rand(6, 1, 16, 16)
     drawn, mean, held = encoder(x)
     spread = encoder.layers(x).chunk(2, 1)[1] - 1.0
     normal = torch.distributions.Normal(mean, (spread / 2).exp())
@@ -140,7 +140,7 @@ def test_a_code_holds_the_nats_that_it_says():
     encoder.eval()
     before = torch.get_rng_state()
     assert torch.equal(encoder(x)[0], encoder(x)[0]) and torch.equal(torch.get_rng_state(), before)
-    plain = codes.Encoder(8, 5)(x)
+    plain = codes.DigitEncoder(8, 5)(x)
     assert torch.equal(plain[0], plain[1]) and not plain[2].any()
 
 

@@ -16,7 +16,7 @@ def convolutions(width: int, size: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * width, size))
 
 
-class Encoder(nn.Module):
+class DigitEncoder(nn.Module):
     """Encodes images (N, 1, S, S) as they are.
 
     Args:
@@ -35,7 +35,7 @@ class Encoder(nn.Module):
         return codes, codes, codes.new_zeros(len(codes))
 
 
-class NoisyEncoder(Encoder):
+class NoisyDigitEncoder(DigitEncoder):
     """Encodes images as draws from Gaussians, so that what a code holds is known and can be a loss (variational
     information bottleneck, Alemi et al., 2017).
 

@@ -18,7 +18,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.data.images import Images
 from shoestring.training.held_out import HeldOut
 from shoestring_recipes.federated.augment import moved, restroked
-from shoestring_recipes.federated.codes import Encoder, NoisyEncoder, upsampling
+from shoestring_recipes.federated.codes import DigitEncoder, NoisyDigitEncoder, upsampling
 from shoestring_recipes.federated.contrast import by_class, by_style, class_means, correlation
 from shoestring_recipes.federated.digits import DOMAINS, domain
 from shoestring_recipes.federated.probes import probe, sheet
@@ -103,9 +103,9 @@ class Separated(nn.Module):
         super().__init__()
         self.augment, self.weights = augment, (contrast, style, remake, decorrelate, independent)
         self.bottlenecks = bottleneck, style_bottleneck
-        self.encoder = (NoisyEncoder if disentangle else Encoder)(width, features)
+        self.encoder = (NoisyDigitEncoder if disentangle else DigitEncoder)(width, features)
         self.classify = nn.Linear(features, 10)
-        self.style = NoisyEncoder(width // 2, styles, spread=-3.0) if disentangle else None
+        self.style = NoisyDigitEncoder(width // 2, styles, spread=-3.0) if disentangle else None
         self.decoder = upsampling(features + styles) if disentangle else None
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
