@@ -11,6 +11,7 @@ from torch import nn
 
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Seam, resolve_all
 from shoestring.core.world import World
 from shoestring.memory import Recompute, Zero
 from shoestring.parallel import DDP, FSDP, Pipeline, Planned, Tensor
@@ -81,6 +82,15 @@ def test_both_levels_of_a_mesh_are_used():
     hybrid = [one for way in ways for one in way.added if isinstance(one, FSDP) and one.hosts == "replicate"]
     assert hybrid
     assert all(way.world.size == 4 for way in ways)
+
+
+def test_every_plan_keeps_the_models_of_all_ranks_equal():
+    ways = search(World(size=4, local_size=2)).ways()
+    assert any(DDP(hosts="leave", bucket_mb=4.0) in way.added for way in ways)
+    for way in ways:
+        owners = [one for one in resolve_all(way.run.features, way.world) if {Seam.SHARD, Seam.WIRE} & {*one.seams}]
+        owned = set().union(*(one.over for one in owners))
+        assert {axis for axis, ranks in way.world.axes.items() if ranks > 1} <= owned, way.added
 
 
 def test_what_the_user_has_set_stays():

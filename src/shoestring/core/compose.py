@@ -26,6 +26,7 @@ from shoestring.core.feature import (
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Params
 from shoestring.core.whole_batch import is_over_whole_batch
+from shoestring.core.world import World
 
 
 def compose(job: Job, features: Sequence[Feature] = (), *, dry: bool = False) -> Job:
@@ -47,7 +48,9 @@ def compose(job: Job, features: Sequence[Feature] = (), *, dry: bool = False) ->
     attachments.world = arrange_mesh(world, features)
     attachments.features = features = resolve_all(features, attachments.world)
     check_owners(features)
-    _check_replicas(attachments)
+    for axis in unkept(features, attachments.world, attachments.replicas):
+        message = f"{attachments.world.axes[axis]} ranks over {axis}, but nothing keeps their models equal"
+        raise ConfigError(message, hint="add parallel.DDP()")
     if isinstance(attachments.build_optimizer, Optimizer):
         attachments.build_optimizer = _factory_of(attachments.build_optimizer, attachments)
     if not attachments.parameters:
@@ -85,14 +88,15 @@ def check_features(features: Sequence[object]) -> None:
                 raise ConfigError(f"`{feature.name}.{name}` cannot be {value!r}", hint=f"valid: {get_args(kind)}")
 
 
-def _check_replicas(attachments: Attachments) -> None:
-    """Raise ConfigError if no feature keeps the models of the ranks along a mesh axis equal, or merges the models."""
-    owners = (feature for feature in attachments.features if {Seam.SHARD, Seam.WIRE} & set(feature.seams))
-    owned = set(attachments.replicas).union(*(feature.over for feature in owners))
-    for axis, ranks in attachments.world.axes.items():
-        if ranks > 1 and axis not in owned:
-            message = f"{ranks} ranks over {axis}, but nothing keeps their models equal"
-            raise ConfigError(message, hint="add parallel.DDP()")
+def unkept(features: Sequence[Feature], world: World, replicas: Sequence[str] = ()) -> list[str]:
+    """The mesh axes of several ranks along which no feature keeps models equal, or merges them.
+
+    Args:
+        replicas: axes along which gradients are averaged without a feature.
+    """
+    owners = (feature for feature in features if {Seam.SHARD, Seam.WIRE} & set(feature.seams))
+    owned = set(replicas).union(*(feature.over for feature in owners))
+    return [axis for axis, ranks in world.axes.items() if ranks > 1 and axis not in owned]
 
 
 def _apply_all(attachments: Attachments) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoestring import figures
+from shoestring.core.compose import unkept
 from shoestring.core.errors import ConfigError, ConflictError, ShoestringError
 from shoestring.core.feature import DATA, Feature, Seam, arrange_mesh, check_owners, resolve_all
 from shoestring.core.job import Job, attachments_of
@@ -181,6 +182,8 @@ class PlanSearch:
             run = replace(self.run, features=(*fixed, *added)).completed(world)
             own = tuple(feature for feature in run.features if feature not in fixed and isinstance(feature, Plannable))
             resolved, readers = resolve_all(run.features, world), world.ranks_over(DATA)
+            if unkept(resolved, world):  # with another feature, which owns the other axis, they may fit
+                return None
             reason, counts = self._refusal(resolved, world), self._counts(world)
             if not reason and not counts:
                 reason = f"{self.run.settings.batch} samples do not divide by {readers} ranks"
