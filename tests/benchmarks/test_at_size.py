@@ -93,6 +93,7 @@ def test_no_run_begins_without_time(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", AtSize().methods, ids=lambda method: method.name)
 def test_every_method_learns(tmp_path, method):
     setting = replace(SETTING, vocabulary=8)
@@ -215,6 +216,7 @@ def test_the_whole_contest(tmp_path):
         contest(tmp_path, Deadline(0.0), size=size).ahead("1gbit")
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_told_while_other_runs_are_not(tmp_path):
     some = contest(tmp_path)
     method = SIZE.own[0]

@@ -147,6 +147,7 @@ def test_rows_of_changed_unknown_and_uncommitted_code_are_shown_as_stale(tmp_pat
     assert "names the source set" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stale_rows_are_measured_again_until_the_time_is_up(tmp_path, monkeypatch, capfd):
     row = read_one(tmp_path, monkeypatch)
     old = [{"tree": "unknown", "sources": "unknown"}]

@@ -34,6 +34,7 @@ def test_a_part_can_be_named_alone(capsys):
     assert "recipes.federated-works  >= -0.01" in printed and "recipes.federated-better  >= 0.03" in printed
 
 
+@pytest.mark.slow
 def test_cells_are_stored_and_settings_never_see_the_domain_left_out(tmp_path, toy):
     contest = federated.Contest(tmp_path, Deadline())
     above = contest.above(federated.BASELINE, lambda differences: differences.mean(0))

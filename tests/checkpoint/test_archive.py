@@ -241,6 +241,7 @@ def test_trim_leaves_what_others_have_put_there(run, tmp_path, capsys):
     assert sorted(saves.rglob("*")) == before and (linked / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_trim_deletes_nothing_where_what_is_kept_is_damaged(run, capsys):
     flip(of(run, 4) / "private-0.safetensors")
     assert "nothing is deleted: the checkpoint of step 4 is damaged" in refused(capsys, "trim", run, "--keep", 1)

@@ -129,6 +129,7 @@ def test_a_fault_in_the_code_is_seen(rig, fault):
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plans_are_plain_data():
     drawn = []
     smallest(7, 30, lambda plan: bool(drawn.append(plan)))

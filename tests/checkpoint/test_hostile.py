@@ -135,6 +135,7 @@ junk = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(junk)
 def test_any_tree_is_decoded_or_refused(value):

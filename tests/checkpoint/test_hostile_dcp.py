@@ -96,6 +96,7 @@ def test_a_compressed_bomb_is_refused_before_it_grows(tmp_path):
         refused(folder, "compressed, or longer than")
 
 
+@pytest.mark.slow
 def test_an_archive_that_is_all_contents_is_refused(tmp_path):
     folder = quiet_save({"a": torch.ones(2)}, tmp_path / "x")
     (path,) = folder.glob("*.distcp")

@@ -123,6 +123,7 @@ def test_a_second_start_is_refused_while_the_first_lives_stopped_or_not(start, h
     assert resume(checkpointer, "auto") == BETWEEN
 
 
+@pytest.mark.slow
 def test_a_process_that_lives_on_with_slots_of_the_run_keeps_others_out(start, holder, saves, tmp_path):
     """Say a worker, whose first rank has died, or on a disk where locks do not work between hosts."""
     os.kill(holder.pid, signal.SIGSTOP)

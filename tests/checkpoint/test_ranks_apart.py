@@ -12,6 +12,7 @@ def pool():
         yield ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [100, 5 << 20])  # in the header that one rank tells others of; in a chunk of its own
 def test_all_ranks_fall_back_where_one_alone_reads_what_is_damaged(pool, tmp_path, at):
     assert pool.call(ranks_apart.damaged, folder=str(tmp_path), at=at) == [[2, ""]] * 2

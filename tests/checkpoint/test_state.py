@@ -66,6 +66,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.dictionaries(keys, values, max_size=4))
 def test_round_trip(state):

@@ -28,6 +28,7 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature", [optim.EMA(decay=0.5), optim.ScheduleFree(lr=0.1)], ids=lambda feature: feature.name
 )

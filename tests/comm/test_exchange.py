@@ -118,6 +118,7 @@ def test_shards_of_fsdp_travel_between_hosts(pool, feature):
     assert sum(losses[0][-5:]) < sum(losses[0][:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bucket_mb", "no_sync"), [
     (0.001, True),
     pytest.param(25, False, marks=slow),

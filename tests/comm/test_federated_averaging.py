@@ -64,6 +64,7 @@ def test_clients_on_any_number_of_ranks_are_averaged_as_by_one_server(pool: Pool
             assert apart(private[name], one["private"][name]) < 1e-10
 
 
+@pytest.mark.slow
 def test_nothing_of_what_stays_with_clients_is_sent(pool: Pool) -> None:
     """What stays trains by a loss of its own: whatever it learns, all that collectives get is the same."""
     same = [both(pool, STYLE, rounds=2, scale=scale) for scale in (1.0, 2.0)]
@@ -87,6 +88,7 @@ def test_within_a_round_evaluations_and_exports_have_the_merged_weights() -> Non
         assert acting["style.weight"] == result["private"][name]["style.weight"]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_the_middle_of_a_turn(pool: Pool, tmp_path: Path) -> None:
     """Bit by bit on as many ranks; on others the round starts again, and what stays with clients is not lost."""
     steps, stop = 30, 5 * EVERY + EVERY + 1

@@ -118,6 +118,7 @@ def test_streaming_equals_one_written_by_hand(pool: Pool, delay: int, steps: int
 # -- merges -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_local_sgd_at_every_step_equals_ddp(pool: Pool) -> None:
     merged, reduced = train(pool, LocalSGD(every=1), steps=5), train(pool, DDP(), steps=5)
     assert apart(merged[0]["weights"][-1], reduced[0]["weights"][-1]) < 1e-12
@@ -182,6 +183,7 @@ def test_a_run_that_ends_at_the_start_sends_gradients_only(pool: Pool) -> None:
     assert one["tokens"] == other["tokens"] == 4 * jobs.BATCH * jobs.SEQUENCE
 
 
+@pytest.mark.slow
 def test_what_ddp_has_trained_is_where_local_steps_begin(pool: Pool, tmp_path: Path) -> None:
     dense = train(pool, Plain(every=1, keep=9), DDP(), steps=4, folder=str(tmp_path))[0]["weights"]
     arguments: dict[str, Any] = {"folder": str(tmp_path / "rest"), "resume": merging.saves(str(tmp_path))[2]}

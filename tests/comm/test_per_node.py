@@ -171,6 +171,7 @@ def test_ranks_that_choose_alike_send_what_a_ring_sends():
     assert union.longest + union.total == 12
 
 
+@pytest.mark.slow
 def test_a_budget_that_does_not_carry_the_masks_is_refused():
     codecs = made(budget=200)
     with pytest.raises(ConfigError, match="is less than twice the"):

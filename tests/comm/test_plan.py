@@ -329,6 +329,7 @@ def test_all_whole_is_dense():
 # -- in a job ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measuring_leaves_no_trace(pool):
     for found in pool.call(choosing_ranks.trial_leaves_nothing):
         assert found["same"] and found["gradients"] == 0

@@ -42,6 +42,7 @@ def test_a_bucket_never_crosses_parameters():
     assert owners == [{5}, {5}, {9}, {9}, {9}, {8}, {8}, set()]
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     rows=st.integers(1, 4),

@@ -50,6 +50,7 @@ def test_every_entry_is_as_likely(n, density, block):
     assert (counts - trials * p).abs().max() < 5 * (trials * p * (1 - p)) ** 0.5
 
 
+@pytest.mark.slow
 def test_without_feedback_it_is_unbiased():
     """The mean of many exchanges of the same gradients, each entry within 5 of its standard errors; no state."""
     codecs, trials = [RandomKCodec(0.25, feedback=False) for _ in range(RANKS)], 600

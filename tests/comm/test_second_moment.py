@@ -32,6 +32,7 @@ ADAM = optim.AdamW(lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
 GLOBAL = LocalSGD(every=3, second_moment="global")
 
 
+@pytest.mark.slow
 def test_it_equals_one_written_by_hand(pool: Pool) -> None:
     results = train(pool, ADAM, optim.Clip(max_norm=0.05), GLOBAL, steps=7)
     replicas, beta = Replicas(2), 1 - 0.05 / 2
@@ -192,6 +193,7 @@ def test_a_step_that_overflowed_leaves_it_alone() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+@pytest.mark.slow
 def test_averaged_gradients_of_the_first_steps_are_the_mean_already(pool: Pool) -> None:
     """They are added as they are, over as many steps as the replicas' own later."""
     feature = LocalSGD(every=2, start=3, second_moment="global")

@@ -123,6 +123,7 @@ def test_a_layer_that_raises_the_loss_waits_but_not_for_ever():
     assert sent == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_the_gain_finds_which_layers_matter():
     loss, counts = follow(GainKnapsack())
     matter = min(counts.pop("layers.3"), counts.pop("layers.8"))

@@ -5,6 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import shoestring
 
 SOURCE = Path(shoestring.__file__).parent
@@ -51,6 +53,7 @@ def found():
     return places
 
 
+@pytest.mark.slow
 def test_each_place_is_listed_and_each_that_is_listed_is_there():
     section = PAGE.read_text().partition("## Where a name becomes code")[2].partition("\n## ")[0]
     listed = {f"{file}:{function}" for file, function in PLACE.findall(section)}

@@ -65,6 +65,7 @@ def test_a_reference_and_a_draft_come_from_one_run_file(tmp_path, target, capsys
     assert capsys.readouterr().out.splitlines()[2] == accepted
 
 
+@pytest.mark.slow
 def test_all_tokens_are_one_run_and_a_reference_of_the_users_own_is_used(tmp_path, target, capsys):
     file = run_file(tmp_path, target)
     capsys.readouterr()
@@ -78,6 +79,7 @@ def test_all_tokens_are_one_run_and_a_reference_of_the_users_own_is_used(tmp_pat
     assert lines[0] == f"draft: finished, 40% of the tokens, in {second}/draft" and "reference " in lines[1]
 
 
+@pytest.mark.slow
 def test_both_stages_begin_with_the_same_weights(tmp_path, target):
     """A learning rate of nothing leaves each model as it began."""
     file = run_file(tmp_path, target, optim={"sgd": {"lr": 1e-30}})

@@ -141,6 +141,7 @@ def test_what_is_no_name_is_never_imported(text):
 # -- the user's word --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_own_run_opens_without_a_question_and_changed_content_does_not(here, ours, capsys):
     assert main(["train", own_run(here, ours, evaluate_every=1, save_best=True)]) == 0
     assert sys.path[-1] == str(here)

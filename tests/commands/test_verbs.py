@@ -132,6 +132,7 @@ def test_report_exports_the_trace_for_perfetto(trained, tmp_path, capsys):
     assert {"forward", "backward", "optimizer", "data"} <= names
 
 
+@pytest.mark.slow
 def test_probe_writes_what_it_measured(tmp_path, capsys):
     from shoestring.verbs.probe import read
 

@@ -83,6 +83,7 @@ def test_groups_over_any_axes_are_the_same_everywhere_and_wait_as_long_as_the_wo
         assert groups[""] == groups["local"] == groups["pipeline"] == [rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", ["ddp", "fsdp", "hybrid"])
 def test_two_by_two_ranks_compute_what_one_does_and_samples_count_once(pool, beside):
     alone = mesh_ranks.steps(beside=beside, number=4)
@@ -94,6 +95,7 @@ def test_two_by_two_ranks_compute_what_one_does_and_samples_count_once(pool, bes
         assert each["held_out"] == pytest.approx(alone["held_out"], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", ["powersgd", "local steps"])
 def test_exchanges_count_data_parallel_ranks_only(pool, beside):
     """What they approximate differs from one rank's, but not between the ranks that share the work."""
@@ -123,6 +125,7 @@ def test_a_run_reads_the_same_samples_along_a_tensor_axis(pool, tmp_path):
     assert told[0]["held_out"] == pytest.approx(alone["held_out"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stop_asked_for_on_one_rank_ends_the_run_on_all_after_the_same_step(pool, tmp_path):
     told = pool.call(mesh_ranks.whole_run, folder=str(tmp_path / "four"), stops=3)
     assert all(each["ended"] == ["stopped", told[0]["losses"][-1]] for each in told)

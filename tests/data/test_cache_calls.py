@@ -70,6 +70,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_memory_of_its_samples_to_a_process_that_needs_it(root, caplog):
     broker = Broker(folder=str(root))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -279,6 +279,7 @@ def test_prepared_chats_are_used_again_until_something_changes(tmp_path):
     assert prepared(tmp_path, lines[:-1], template=FORGETS).fingerprint != corpus.fingerprint
 
 
+@pytest.mark.slow
 def test_long_chats_are_cut_and_those_without_an_answer_then_are_left_out(tmp_path):
     long = {"messages": [{"role": "user", "content": "?" * 200}, {"role": "assistant", "content": "!"}]}
     cut = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!" * 200}]}
@@ -343,6 +344,7 @@ def test_parts_of_text_are_joined_and_tools_reach_the_template(tmp_path):
     assert "f<|im_start|>user\nab" in corpus.tokenizer.engine.decode(tokens, skip_special_tokens=False)
 
 
+@pytest.mark.slow
 def test_a_template_of_ones_own_is_saved_with_the_tokenizer(tmp_path):
     prepared(tmp_path, template=None)
     (tmp_path / "own.jinja").write_text(CHATML)

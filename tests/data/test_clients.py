@@ -41,6 +41,7 @@ shapes = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(shapes, st.sampled_from([0.0, 0.4]), st.integers(0, 5))
 def test_every_present_client_has_one_turn_a_round_on_any_number_of_ranks(shape, absent, seed):

@@ -50,6 +50,7 @@ def union(parts):
 shapes = st.tuples(st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(-5, 2**70))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(shapes)
 def test_every_epoch_holds_every_sample_once_for_any_shape(shape):

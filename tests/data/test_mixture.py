@@ -26,6 +26,7 @@ from tests.small_runs import write_run_file
 mixtures = st.lists(st.tuples(st.integers(1, 50), st.floats(0.01, 10)), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @example([(7, 1.0), (30, 2.5), (30, 1.0)], BLOCK - 20, 60, 3)
 @given(mixtures, st.integers(0, 2 * BLOCK), st.integers(1, 300), st.integers(-5, 2**70))
@@ -111,6 +112,7 @@ def whose(sample):
     return found.pop()
 
 
+@pytest.mark.slow
 def test_training_draws_each_source_by_its_weight_and_holds_out_of_each(sources, tmp_path):
     corpus = prepare_mixture(sources, Data(**SETTINGS, weights=(1, 2, 1)), tmp_path / "out")
     loader = Loader(corpus.train, batch=100, seed=1)

@@ -102,6 +102,7 @@ def test_streams_and_responses_have_the_format_too(server):
         assert fits(answer["output"][0]["content"][0]["text"], "schema")
 
 
+@pytest.mark.slow
 def test_openais_client_parses_what_it_asks_for(server):
     class Animal(pydantic.BaseModel):
         name: str = pydantic.Field(max_length=4)
@@ -179,6 +180,7 @@ def test_a_field_of_a_response_is_named(server):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "text.format"
 
 
+@pytest.mark.slow
 def test_a_format_does_not_go_with_tools():
     tools, wanted = [{"type": "function", "function": {"name": "look"}}], {"type": "json_object"}
     with running(template=TEMPLATES["hermes"]) as server:
@@ -191,6 +193,7 @@ def test_a_format_does_not_go_with_tools():
         assert chat(server, tools=tools, tool_choice="none", response_format=wanted, max_tokens=9).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_model_without_an_end_says_so():
     with running(endless=True) as server:
         answer = complete(server, response_format={"type": "json_object"})

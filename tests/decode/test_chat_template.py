@@ -58,6 +58,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 PARTS = (*SPECIAL, "<|im_", "start|>", "<", ">", "|", " ", "\n", "\U000f0000", "é")
 
 
+@pytest.mark.slow
 @given(
     contents=st.lists(st.lists(st.sampled_from(PARTS), max_size=6).map("".join), min_size=1, max_size=3),
     template=st.sampled_from([CHATML, "<{{ messages[0].content }}>", "{{ messages[0].content }}|im_end|>", INST]),

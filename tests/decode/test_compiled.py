@@ -55,6 +55,7 @@ def test_texts_are_those_of_the_model_that_is_not_compiled_and_few_shapes_are_co
     assert 1 <= len(seen) <= 3 * 5 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_compiles_where_a_plain_one_takes_the_native_attention(dtype):
     shape = {"vocab_size": 50, "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 48}
@@ -64,6 +65,7 @@ def test_a_pass_compiles_where_a_plain_one_takes_the_native_attention(dtype):
         assert adapter.read(torch.arange(count)[None], cache).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slots", "length", "backend"), [(3, 3, None), (3, 0, None), (1, 3, "eager")])
 def test_texts_with_drafts_through_passes_of_rounded_shapes_are_those_of_plain_decoding(model, slots, length, backend):
     """The drafter's passes are compiled as well: it shares the model's embedding, and so agrees with it at times."""

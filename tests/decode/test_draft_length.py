@@ -53,6 +53,7 @@ def test_it_is_not_misled_by_noisy_clocks():
     assert simulate(lambda _: 0.8, BATCHED, 0.1, noise=0.5) <= 1.1 * best
 
 
+@pytest.mark.slow
 def test_it_finds_a_text_that_becomes_easy_and_gives_up_one_that_becomes_hard():
     for rates in ((0.0, 0.95), (0.95, 0.0)):
         ideal = sum(

@@ -87,6 +87,7 @@ def test_only_short_completions_are_understood_in_the_event_loop():
     understanding.close()
 
 
+@pytest.mark.slow
 def test_long_requests_get_what_short_ones_get_and_bodies_are_bounded_together():
     with running(slots=2, context=256) as server:
         asked = {"prompt": "ab", "max_tokens": 6, "seed": 3, "n": 2, "echo": True, "logprobs": 1, "stop": ["xyz"]}
@@ -136,6 +137,7 @@ def test_a_template_that_never_ends_is_one_error_and_delays_nobody():
     assert not alive(fork_server)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_a_process_that_was_killed_is_replaced():
     template = "{{ 'x' | center(10**10 if messages | length > 1 else 1) }}"
     with running(slots=1, template=template) as server:
@@ -183,6 +185,7 @@ def test_every_hostile_template_ends_with_one_error():
         assert time.monotonic() - began < 10, name
 
 
+@pytest.mark.slow
 def test_a_template_that_cannot_be_compiled_is_an_error_at_the_start():
     with pytest.raises(DataError, match="recursion"):
         describe("small", tokenizer(HAND_MADE["parentheses"]), 256)

@@ -33,6 +33,7 @@ def test_a_race_draws_from_the_distribution_and_a_small_fault_would_show():
     assert g_statistic(torch.bincount(draws(fault), minlength=5).double(), P) > 23.5
 
 
+@pytest.mark.slow
 def test_tokens_of_neighbouring_positions_and_seeds_are_independent():
     one, other = draws(P), draws(P, seed=1)
     both = P[:, None] * P
@@ -73,6 +74,7 @@ def test_an_impossible_token_never_wins():
     assert set(race(p, [key(0, Purpose.TEXT, position) for position in range(1000)])) == {1}
 
 
+@pytest.mark.slow
 def test_two_distributions_that_share_numbers_often_agree():
     other = torch.tensor([0.4, 0.2, 0.2, 0.1, 0.1], dtype=torch.float64)
     distance = float((P - other).abs().sum() / 2)

@@ -181,6 +181,7 @@ def test_a_complement_has_the_names_in_which_nothing_is_found(patterns):
         assert others is not any(found(pattern, name) for pattern in patterns)
 
 
+@pytest.mark.slow
 @given(left_out=st.lists(st.sampled_from(NAMES), max_size=5))
 def test_other_names_are_all_but_some(left_out):
     others = other_names(left_out)

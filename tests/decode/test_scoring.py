@@ -51,6 +51,7 @@ few = st.lists(st.lists(tokens, min_size=1, max_size=20), min_size=1, max_size=2
 continuations = st.lists(st.tuples(st.integers(0, 1), st.lists(tokens, max_size=30)), max_size=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["own", "whole"])
 @given(contexts=few, chosen=continuations, batch=st.integers(1, 5))
 @settings(max_examples=25, deadline=None)

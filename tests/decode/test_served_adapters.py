@@ -112,6 +112,7 @@ def test_each_text_comes_from_the_adapter_that_the_request_names(home, server):
     assert server.get("/v1/models/three").status_code == 404
 
 
+@pytest.mark.slow
 def test_prompts_are_cached_for_each_adapter_apart(server):
     def cached(name):
         answer = completed(server, name, prompt="a prompt that is long enough to be worth copying", count=1)

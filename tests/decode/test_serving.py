@@ -96,6 +96,7 @@ def test_logprobs_of_prompt_and_text_are_the_models(server, client):
     assert only.usage.completion_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_chat_uses_the_models_template_and_streams_the_same(server, client):
     asked = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "seed": 2, "max_tokens": 30}
     whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)

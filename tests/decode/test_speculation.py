@@ -110,6 +110,7 @@ def test_the_window_slides_at_the_same_token_with_and_without_drafts():
         assert drafted == list(generate(target, [1, 2, 3], **options))
 
 
+@pytest.mark.slow
 def test_a_good_drafter_saves_passes_and_one_that_is_the_model_is_always_accepted(pair):
     asked = list(requests(8))
     speculation = Speculation(draft_length=4)

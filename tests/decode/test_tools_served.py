@@ -115,6 +115,7 @@ def test_what_cannot_be_parsed_is_text_and_so_is_a_call_that_is_cut_off(hermes, 
         assert content == text if not further else text.startswith(content) and "weather" in content
 
 
+@pytest.mark.slow
 def test_the_choice_of_tools_is_kept(hermes):
     server, client = hermes
 
@@ -195,6 +196,7 @@ def test_a_response_has_items_and_its_stream_tells_of_each(hermes):
     assert second.output_text == "Yes."
 
 
+@pytest.mark.slow
 def test_a_response_that_is_cut_off_is_incomplete(hermes):
     server, client = hermes
     server.model.answers = ["A long answer."]

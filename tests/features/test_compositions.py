@@ -128,6 +128,7 @@ def test_the_first_steps_weigh_hosts_and_several_micro_batches(judge):
     check(judge, "equal", DiLoCo(every=2, start=100, fragments=2), ranks=4, micro_batches=2)
 
 
+@pytest.mark.slow
 def test_adascale_measures_what_one_process_measures(judge):
     check(judge, "equal", DDP(), AdaScale(decay=0.5), AdamW(lr=3e-3))
 

@@ -66,6 +66,7 @@ def test_tables_and_pictures_are_kept_and_shown(tmp_path):
     assert "&lt;i&gt;none&lt;/i&gt;" in page and "By run.evaluate, after step 4" in page
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_repeats_is_dropped(tmp_path):
     asked = iter([False] * 3 + [True])
     settings = {"evaluate": f"{HERE}:recall", "evaluate_every": 1, "steps": 8}
@@ -147,6 +148,7 @@ def test_the_best_model_is_that_of_the_metric_and_its_direction(tmp_path):
         assert note.startswith(f"{word} score during the run: ") and f"after step {best}, in" in note
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_whose_metric_never_rises(tmp_path):
     settings = {"evaluate": f"{HERE}:shrinking", "evaluate_every": 1, "patience": 2, "steps": 30, "best_mode": "max"}
     train(run(tmp_path / "nan", best_metric="nothing", **settings), World())
@@ -200,6 +202,7 @@ def long(model):
     return {"long": many(model)["long"], "../../evil\n": np.full((3000, 5), np.nan), "é": np.ones((2, 2), bool)}
 
 
+@pytest.mark.slow
 def test_too_much_is_left_out_and_said(tmp_path, caplog):
     train(run(tmp_path / "many", evaluate=f"{HERE}:many", steps=1), World())
     assert len(list((tmp_path / "many/pictures").iterdir())) == MOST_ITEMS

@@ -117,6 +117,7 @@ def test_a_run_resumes_bitwise(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_version_with_fewer_keys_resumes(tmp_path):
     train(run(tmp_path, steps=2), World())
     file = tmp_path / "run.toml"

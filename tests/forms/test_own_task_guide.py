@@ -37,6 +37,7 @@ def last(folder: Path, key: str) -> float:
     return [row[key] for row in lines if key in row][-1]
 
 
+@pytest.mark.slow
 def test_the_pairs_are_found(project):
     assert main(["train", "task.toml", "--folder", "run"]) == 0
     assert last(project / "run", "recall") > 0.8 and (project / "run/best/model.safetensors").is_file()

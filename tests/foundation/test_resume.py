@@ -36,6 +36,7 @@ def check(through, again):
     assert len(through["save"]) > 40  # weights and both averages
 
 
+@pytest.mark.slow
 def test_other_ranks_see_exactly_the_samples_that_are_left(two_ranks):
     parts = two_ranks["changing"]
     assert [[len(rank) for rank in part] for part in parts] == [[4, 4], [4, 0], [2, 2]]

@@ -14,6 +14,7 @@ from shoestring.models.gpt import tiny
 from tests.graph.steps import WithLoss, texts
 
 
+@pytest.mark.slow
 def test_every_parameter_of_a_gpt_has_its_gradient():
     model = WithLoss(tiny(vocab_size=64, context=16, dim=32, layers=2, hidden=64))
     step = trace(model, *texts(64, 16))
@@ -23,6 +24,7 @@ def test_every_parameter_of_a_gpt_has_its_gradient():
     assert not step.dynamo
 
 
+@pytest.mark.slow
 def test_blocks_are_found_and_a_deeper_model_has_more():
     found = []
     for layers in (1, 4):
@@ -64,6 +66,7 @@ class Asking(Branching):
         return F.scaled_dot_product_attention(x, x, x, scale=self.scale).sum()
 
 
+@pytest.mark.slow
 def test_sizes_are_known_of_whatever_was_traced_before():
     for batch, width in ((16, 4), (8, 4), (8, 6), (4, 8), (2, 12)):
         step = trace(Asking(width), torch.randn(batch, width))

@@ -50,6 +50,7 @@ def test_programs_compute_what_one_rank_computes(case, how, plan):
     assert difference(run_lockstep(program, inputs), whole) < CLOSE
 
 
+@pytest.mark.slow
 def test_tiles_reach_into_the_products_beside_a_message():
     """Of split layers, which feed their sums over ranks: the products of rows are computed and sent in tiles."""
     step, values, inputs = traced("gpt")
@@ -61,6 +62,7 @@ def test_tiles_reach_into_the_products_beside_a_message():
     assert difference(run_lockstep(parted, inputs), run_whole(step, values)) < CLOSE
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_of_tiles_shows():
     """Tiles of a region that joins them in the wrong order."""
     step, values, inputs = traced("gpt")
@@ -91,6 +93,7 @@ def test_messages_of_one_kind_can_be_one_message(case):
     assert len(fused.messages) == len(program.messages) - sum(len(group) - 1 for group in groups)
 
 
+@pytest.mark.slow
 def test_tasks_are_operators_and_messages_that_wait_for_what_they_read():
     step, _, _ = traced("gpt")
     program = program_of(step, 2, 0)
@@ -105,6 +108,7 @@ def test_tasks_are_operators_and_messages_that_wait_for_what_they_read():
         assert waits <= {*task.after}
 
 
+@pytest.mark.slow
 def test_an_order_is_faster_and_waits_less_where_links_are_neither_fast_nor_slow():
     step, _, _ = traced("gpt")
     program = program_of(step, 2, 1)

@@ -47,6 +47,7 @@ def case(request):
     return step, real_values(step, model, *batch)
 
 
+@pytest.mark.slow
 def test_every_rule_computes_what_one_rank_computes(case):
     step, values = case
     checks = check_rules(step, RuleBook(2), values)
@@ -55,6 +56,7 @@ def test_every_rule_computes_what_one_rank_computes(case):
     assert sum(check.rule.divides for check in checks) > 60
 
 
+@pytest.mark.slow
 def test_drawn_plans_compute_what_one_rank_computes(case):
     step, values = case
     whole, book, draw = run_whole(step, values), RuleBook(2), random.Random(0)
@@ -95,6 +97,7 @@ def test_batch_norm_over_a_sharded_batch_exchanges_its_statistics():
         assert rule.exchange.nbytes == 2 * 8 * 8
 
 
+@pytest.mark.slow
 def test_an_operator_without_a_rule_has_a_reason():
     step = trace(*(lambda model, batch: (model, *batch))(*gpt()))
     book = RuleBook(2)

@@ -36,6 +36,7 @@ def test_no_usual_plan_is_better(gpt):
         assert plan.objective <= usual.objective * 1.005
 
 
+@pytest.mark.slow
 def test_merging_reduces_and_loses_little(gpt):
     whole = search(gpt[0], RuleBook(2), SLOW, SplitSearch(merge=False))
     merged = search(gpt[0], RuleBook(2), SLOW)

@@ -134,6 +134,7 @@ def statuses(clip, *people):
     return [answer[1] for answer in answers]
 
 
+@pytest.mark.slow
 def test_rights_are_checked_at_each_request(lab):
     from django.utils import timezone
 
@@ -223,6 +224,7 @@ def test_a_forged_form_sends_nothing(lab):
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_clips_are_on_pages_in_the_feed_and_found_with_their_comments(configured):
     from django.utils import timezone
 

@@ -128,6 +128,7 @@ def test_what_people_who_are_gone_have_said_stays_with_their_names(configured):
     assert reader.get("/@staying-writer").status_code == 404
 
 
+@pytest.mark.slow
 def test_many_comments_have_pages_and_a_link_leads_to_the_right_one(configured):
     lab = Lab("pages")
     for number in range(1, 121):

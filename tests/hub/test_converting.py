@@ -100,6 +100,7 @@ def test_a_job_whose_workers_all_die_fails_and_may_be_tried_again(configured):
 # -- conversion -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_clip_becomes_an_mp4_that_every_browser_plays(lab, small):
     from shoestring_hub.server import clip_files, clip_worker
     from shoestring_hub.server.models import ClipJob, HubClip
@@ -159,6 +160,7 @@ def outcome(data, lab):
     return job.state, job.reason
 
 
+@pytest.mark.slow
 def test_hostile_media_are_refused_with_a_reason(lab, small, tmp_path):
     from shoestring_hub.server import media
 
@@ -247,6 +249,7 @@ def slowly(monkeypatch):
     monkeypatch.setattr(media, "_input", lambda reader, name: ["-re", *read(reader, name)])
 
 
+@pytest.mark.slow
 def test_a_killed_worker_takes_its_ffmpeg_with_it_and_another_one_converts(lab, longer, slowly):
     from django.utils import timezone
 
@@ -267,6 +270,7 @@ def test_a_killed_worker_takes_its_ffmpeg_with_it_and_another_one_converts(lab, 
     assert not list(clip_worker.settings.HUB.work.iterdir())
 
 
+@pytest.mark.slow
 def test_an_ffmpeg_that_is_stopped_is_ended_and_tried_again(lab, longer, slowly, monkeypatch):
     from shoestring_hub.server import clip_queue, clip_worker, media
     from shoestring_hub.server.models import ClipJob

@@ -60,6 +60,7 @@ def test_a_log_in_pieces_reads_as_the_report_reads_the_file(new_run, tmp_path_fa
     assert texts.keys() == last.keys()
 
 
+@pytest.mark.slow
 def test_a_log_of_several_segments_is_cut_at_lines(new_run, monkeypatch):
     from shoestring_hub.server import logs
     from shoestring_hub.server.models import HubRun, Segment

@@ -137,6 +137,7 @@ def test_what_is_switched_off_is_not_used(sides, owner):
 ITEMS = st.lists(st.integers(-1, 9) | st.text(max_size=30) | st.just("37,1.5,<tr>" * 400), max_size=20)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(ITEMS, ITEMS, st.randoms())
 def test_any_page_is_put_together_from_any_other(items, before, random):
@@ -198,6 +199,7 @@ def test_refusals_and_other_pages_are_whole_even_for_the_worker(sides):
     assert ask(client, f"/{sides[0].slug}/runs.csv")["Content-Type"].startswith("text/csv")
 
 
+@pytest.mark.slow
 def test_only_pages_are_fetched_ahead_and_they_change_nothing(sides, owner):
     from shoestring_hub.server.models import AuditEvent, Person
     from shoestring_hub.server.opening import LINK_BYTES, PAGES

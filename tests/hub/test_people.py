@@ -47,6 +47,7 @@ def labs(configured):
 ROLES = [(slug, role) for slug in ("red", "blue") for role in ("owner", "writer", "reader")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [*(f"{slug}-{role}" for slug, role in ROLES), "both", "left"])
 def test_every_listing_shows_what_lies_in_ones_own_projects(labs, who):
     from shoestring_hub.server.models import Member, Person, Role
@@ -185,6 +186,7 @@ def walk(client, address="/feed"):
         path = f"{address.partition('?')[0]}?{place[1].replace('&amp;', '&')}" if place else ""
 
 
+@pytest.mark.slow
 def test_the_feed_is_newest_first_and_its_pages_neither_repeat_nor_miss_a_row(long_feed):
     from shoestring_hub.server.models import Comment, HubRun
 
@@ -250,6 +252,7 @@ def test_losing_a_role_empties_the_feed_at_once_and_gaining_it_brings_it_back(co
 # -- search -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=40) | st.text("\"'*():^-+{}NEARANDORNOT \\&|!<>@%_", max_size=12))
 def test_no_query_and_no_place_fails(labs, text):

@@ -28,6 +28,7 @@ def test_a_pulled_run_is_the_folder_that_was_pushed(project, tmp_path):
     assert "0 B were received" in pull(1, tmp_path / "copy")[0]
 
 
+@pytest.mark.slow
 def test_a_second_push_sends_what_is_new_and_removes_what_is_gone(project, tmp_path):
     folder = write_run(tmp_path / "small")
     push(folder, checkpoints=True)
@@ -131,6 +132,7 @@ def test_any_metrics_arrive_as_they_are(project, ada, tmp_path, log):
     assert ada.get(f"/{project}/runs/1").status == 200 == ada.get(f"/{project}/").status
 
 
+@pytest.mark.slow
 def test_names_with_slashes_and_of_a_thousand_characters(project, ada, tmp_path):
     for name in ("a/b\\c", "x" * 1000, "<script>alert(1)</script>", "same", "same", "é\t\u202e"):
         push(write_run(tmp_path / str(len(list(tmp_path.iterdir()))), name=name, files=0))

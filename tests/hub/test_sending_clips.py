@@ -66,6 +66,7 @@ def test_an_upload_continues_with_the_chunks_that_are_missing(project, file, mon
     assert len(first) == 2 and len(sent) == 1 and not set(first) & set(sent)
 
 
+@pytest.mark.slow
 def test_an_upload_gets_through_a_network_that_cuts_connections(project, server, ada, file, monkeypatch):
     monkeypatch.setattr(connecting, "_NAPS", (0.01,))
     token = ada.make_token(project)

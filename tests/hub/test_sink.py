@@ -52,6 +52,7 @@ def hub_log(number=1):
     return Connection(login_for()).fetch(f"runs/{number}/log", 1 << 30)
 
 
+@pytest.mark.slow
 def test_rows_arrive_while_a_run_trains(project, ada, tmp_path):
     training = Training(tmp_path / "run")
     training.step(1, 3.0)
@@ -92,6 +93,7 @@ def test_a_former_start_that_was_thought_dead_writes_no_more(project, tmp_path, 
     assert hub_log() == (tmp_path / "later" / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_away_costs_training_nothing_and_push_sends_the_rest(server, project, tmp_path, caplog):
     caplog.set_level(logging.INFO, "shoestring")
     folder = tmp_path / "run"
@@ -112,6 +114,7 @@ def test_a_hub_that_is_away_costs_training_nothing_and_push_sends_the_rest(serve
     assert hub_log() == (folder / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_hub_that_comes_back_gets_every_row_once(server, project, tmp_path):
     training = Training(tmp_path / "run")
     for step in range(1, 300):
@@ -140,6 +143,7 @@ def test_a_revoked_token_ends_the_sink_and_not_the_run(project, ada, tmp_path, c
     assert "no more metrics go to the hub: the hub refuses: the token is not valid" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_push_during_training_and_the_sink_write_one_log(project, tmp_path):
     folder = tmp_path / "run"
     training, stop = Training(folder), threading.Event()
@@ -166,6 +170,7 @@ def test_without_a_login_a_run_says_so_before_its_first_step(tmp_path, monkeypat
         Training(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_the_sink_of_its_run_file(project, tmp_path):
     run = {"data": write_texts(tmp_path / "texts"), "steps": 3, "folder": str(tmp_path / "run"), "sinks": ["hub"]}
     assert main(["train", str(write_run_file(tmp_path / "run.toml", {"run": run}))]) == 0

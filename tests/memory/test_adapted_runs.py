@@ -89,6 +89,7 @@ def test_modules_are_trained_beside_adapters(bits, tmp_path):
         job.restore("auto")
 
 
+@pytest.mark.slow
 def test_weights_that_lose_small_steps_are_named_and_copies_in_fp32_lose_none(caplog):
     """Steps of a thousandth of the distance between two numbers of 16 bits add up in the copies alone."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,6 +120,7 @@ HOSTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(HOSTS)
 def test_what_is_called_back_has_a_reason(host):
     """By brute force over all hosts of a few tenants: enough and not more, in order, and for somebody more urgent."""

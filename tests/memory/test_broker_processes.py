@@ -195,6 +195,7 @@ def test_a_record_is_kept_within_bounds():
     assert TenantRecord.decoded(sample()).leases == {"a": Lease(5, Priority.CACHE, 1.0)}
 
 
+@pytest.mark.slow
 def test_what_is_no_tenants_file_is_passed_by(own):
     folder = own.terms.folder
     (folder / "tenant-dead").write_bytes(b"garbage")

@@ -100,6 +100,7 @@ def test_to_hold_some_of_a_block_costs_each_of_its_operators(search):
         assert dear.added - same.added == pytest.approx(operators * RATES.chosen)
 
 
+@pytest.mark.slow
 def test_only_what_is_allowed_is_chosen(search):
     whole = chosen(search, 1.0)[1].without_gib
     fitted, budget = chosen(search, 0.7 * whole, allow=("recompute",))

@@ -153,6 +153,7 @@ def test_the_page_has_every_tensor(tmp_path):
         assert held.name.name in text
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_page_is_read_with_keys(tmp_path):
     path = page.write(trained(), tmp_path / "memory.html")

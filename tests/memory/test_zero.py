@@ -1,5 +1,6 @@
 """ZeRO against DDP, on two ranks, bit by bit."""
 
+import pytest
 import torch
 import zero_ranks
 from pytest import approx, fixture, mark, raises
@@ -46,6 +47,7 @@ def test_parameters_that_no_rank_or_one_rank_uses_are_stepped_as_under_ddp(pool)
     same(pool.call(zero_ranks.train, stage=2, **arguments), pool.call(zero_ranks.train, **arguments))
 
 
+@pytest.mark.slow
 def test_small_buckets_and_few_bytes_in_flight_change_no_bit(pool):
     few = pool.call(zero_ranks.train, stage=2, bucket_mb=1e-3, in_flight_mb=1e-3)
     same(few, pool.call(zero_ranks.train, stage=2))

@@ -40,6 +40,7 @@ def test_an_observation_is_stored_and_a_damaged_one_is_made_again(home):
         assert stored(home).read_bytes() == original
 
 
+@pytest.mark.slow
 def test_another_configuration_is_observed_anew_but_not_other_weights(home):
     observe(zoo.build("gpt2", seed=0))
     observe(zoo.build("gpt2", seed=1))
@@ -48,6 +49,7 @@ def test_another_configuration_is_observed_anew_but_not_other_weights(home):
     assert len(list(home.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_observing_leaves_no_trace(home):
     model = zoo.build("llama, dynamic").train()
     before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()

@@ -182,6 +182,7 @@ def test_blocks_checkpoint_with_the_same_gradients():
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_it_traces_without_graph_breaks():
     compiled = torch.compile(build(), backend="eager", fullgraph=True)
     assert torch.allclose(compiled(tokens()), build()(tokens()), rtol=0, atol=1e-6)

@@ -21,6 +21,7 @@ def gpt(bits=None, tied=True):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_computes_the_same_and_holds_its_tensors_in_one_piece(bits, tied, monkeypatch, tmp_path):

@@ -294,6 +294,7 @@ def test_the_same_batch_on_both_ranks_gains_nothing(exchange, request):
     assert one == other and max(one) > 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", LOSSY, ids=lambda each: f"{each.name}-{each.transport.kb_per_step:g}")
 def test_what_an_exchange_loses_is_not_taken_for_noise(exchange, request):
     pool = shared(request.config)["pool"]

@@ -136,6 +136,7 @@ def test_blocks_may_return_another_shape_than_they_get():
         assert costs.behind.held[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Plain, Twice])
 def test_a_model_without_blocks_in_a_row_is_one_part(kind):
     model = kind()
@@ -145,6 +146,7 @@ def test_a_model_without_blocks_in_a_row_is_one_part(kind):
         assert costs.behind.backward[-1] > 0
 
 
+@pytest.mark.slow
 def test_a_job_is_left_as_it_was():
     model = GPT(GPTConfig(**SHAPE))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -178,6 +180,7 @@ def test_fake_tensors_have_the_sizes_that_are_measured(tied, optimizer):
         assert one.held == pytest.approx(other.held, rel=0.01)  # kernels keep some numbers of their own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [[Pipeline()], [Tensor()], [Pipeline(stages=2), Tensor(ways=2)]])
 def test_the_memory_of_parts_is_that_of_the_plan_with_the_cuts_of_training(features):
     world = arrange_mesh(World(size=4, local_size=4) if len(features) > 1 else World(size=2, local_size=2), features)

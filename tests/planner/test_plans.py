@@ -161,6 +161,7 @@ def test_where_no_plan_can_be_written_none_is_made(tmp_path, out):
         _check_out(tmp_path / out)
 
 
+@pytest.mark.slow
 def test_slow_links_make_a_pipeline_and_fast_ones_replicas():
     found, links = search(World(size=2, local_size=1)), Links(Everywhere())
     ways = found.ways()
@@ -267,6 +268,7 @@ def test_the_memory_of_a_rank_is_kept():
         chosen(found.plans(ways, model, links, {}, 1e6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faster", [True, False])
 def test_features_that_are_tried_as_well_are_chosen_if_steps_are_faster_with_them(faster):
     also = Autocast(dtype="bf16")
@@ -325,6 +327,7 @@ def parse_again(run):
     return parse(tomllib.loads(run.dump()))
 
 
+@pytest.mark.slow
 def test_the_page_draws_every_pass_and_says_why_others_lost(tmp_path):
     found = search(World(size=4, local_size=2))
     plans = found.plans(found.ways(), {"": costs()}, Links(Everywhere()), {}, 1e7)

@@ -192,6 +192,7 @@ def test_a_number_of_samples_between_two_measured_ones_is_interpolated():
     assert costs.at((2.0, 8.0, 20.0), 1) == 0.0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     st.sampled_from([(2, 1), (2, 2), (4, 1)]),
@@ -224,6 +225,7 @@ def test_messages_that_take_long_are_hidden_by_another_order():
     assert faster.peak > result.peak
 
 
+@pytest.mark.slow
 @given(st.sampled_from([*product(SHARDS, SPLITS)]), st.sampled_from(WORLDS), st.sampled_from([1, 4]))
 def test_tasks_say_all_that_they_wait_for(chosen, world, micro):
     """By their dependencies alone, no pass runs before the one that it needs, and the optimizer is last."""

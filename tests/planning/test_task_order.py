@@ -50,6 +50,7 @@ def shuffled(tasks, seed):
     return [replace(tasks[index], after=tuple(places[one] for one in tasks[index].after)) for index in order]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(task_lists(most=6))
 def test_a_few_tasks_are_ordered_as_well_as_by_trying_all_orders(tasks):
@@ -91,6 +92,7 @@ def test_orders_are_complete_within_the_bound_and_what_simulate_says(tasks, roun
     assert planned.bound >= max(loads) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(task_lists(most=24), st.integers(0, 1000))
 def test_all_ranks_have_the_same_order_however_tasks_are_listed(tasks, seed):

@@ -153,6 +153,7 @@ def test_a_device_without_8_bits_and_a_contradiction_are_refused():
             ss.compose(ss.Job(tiny(), optimizer=sgd()), [settings])
 
 
+@pytest.mark.slow
 def test_a_job_multiplies_8_bits_and_says_so(monkeypatch):
     monkeypatch.setattr(eight_bits, "LEAST", 1)
     monkeypatch.setattr(eight_bits, "lacks_eight_bits", lambda device: "")

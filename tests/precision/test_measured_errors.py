@@ -51,6 +51,7 @@ def record(job):
     return json.loads(job.kept[NAME].state.state_dict()["record"])
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_bit_of_a_run_until_it_decides():
     torch.manual_seed(3)
     with job_of(Graph(dtype="bf16"), dropout=0.1) as job:
@@ -65,6 +66,7 @@ def test_measuring_changes_no_bit_of_a_run_until_it_decides():
         assert job.trace.aside == job.trace.facts["measuring_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_gradients_in_32_bits_are_those_of_the_model():
     with job_of(settings := Graph(dtype="bf16", measure=1)) as job:
         measurements = job.kept[NAME].state
@@ -138,6 +140,7 @@ class Rooted(nn.Module):
         return self.inner(tokens) + torch.sqrt(self.zero * self.zero)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_no_numbers_decide_nothing():
     with job_of(Graph(dtype="bf16", measure=1, error_relative_to="gradients"), model=Rooted()) as job:
         job.step(batch(0))
@@ -155,6 +158,7 @@ def test_shapes_that_vary_are_measured():
         json.dumps(job.trace.facts)  # no symbol of a size is among them
 
 
+@pytest.mark.slow
 def test_a_loop_that_computes_its_own_loss_measures_nothing(caplog):
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ def paths(flow, kinds, through):
         reach |= more
 
 
+@pytest.mark.slow
 @given(drawn=flows(), forward=st.booleans())
 @settings(max_examples=300)
 def test_what_is_narrowed_and_why(drawn, forward):

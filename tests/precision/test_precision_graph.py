@@ -113,6 +113,7 @@ def losses(*features):
         return [job.step(batch(number)).item() for number in range(3)], dict(job.trace.facts)
 
 
+@pytest.mark.slow
 def test_a_job_computes_in_16_bits_and_says_how_much():
     plain, _ = losses()
     narrow_ones, facts = losses(Graph(dtype="bf16"))

@@ -121,6 +121,7 @@ def spin(seconds):
         pass
 
 
+@pytest.mark.slow
 def test_pythons_own_time_is_on_the_lines_that_take_it():
     with profiled() as result:
         spin(0.4)

@@ -167,6 +167,7 @@ def test_what_a_class_sets_to_a_number_is_that_number():
     assert instead(source.format("2.0")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "expression", ["torch.clamp(input=x, min=0)", "clamp_all()", "x.sum({[]: 1})", " + ".join(["x"] * 600)]
 )

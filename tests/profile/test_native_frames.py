@@ -64,6 +64,7 @@ def test_operators_give_their_own_time_to_native_functions_and_nothing_is_lost(p
     assert any("torch" in name for name in by_native_function(tree))
 
 
+@pytest.mark.slow
 def test_a_function_is_below_the_operator_that_calls_it(profile):
     """Sorting calls itself for parts of the whole; a product of matrices is in the backward pass, too."""
     tree = profile.tree
@@ -105,6 +106,7 @@ def test_the_file_and_a_merge_keep_them(profile, tmp_path):
     assert twice == {name: 2 * own for name, own in by_native_function(profile.tree).items()}
 
 
+@pytest.mark.slow
 def test_other_threads_are_sampled_too():
     def of_thread():
         torch.rand(10).sum()

@@ -70,6 +70,7 @@ def test_boxes_are_as_wide_as_the_time_they_took_in_every_shape(tmp_path, browse
     assert browser.problems == []
 
 
+@pytest.mark.slow
 def test_keys_move_through_the_graph_and_are_told(tmp_path, browser):
     opened(browser, page.write(small(), tmp_path / "p.html"))
     browser.value("void document.querySelector('canvas').focus()")
@@ -85,6 +86,7 @@ def test_keys_move_through_the_graph_and_are_told(tmp_path, browser):
     assert browser.value("flame.focus === shown.root")
 
 
+@pytest.mark.slow
 def test_the_table_shows_the_same_and_opens_by_keys(tmp_path, browser):
     opened(browser, page.write(small(), tmp_path / "p.html"))
     pick(browser, "table")

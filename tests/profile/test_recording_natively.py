@@ -148,6 +148,7 @@ def test_a_span_that_a_profile_does_not_see_end_is_not_in_the_next_one():
     assert tree.kind[tree.parent[exp]] == NodeKind.PYTHON
 
 
+@pytest.mark.slow
 def test_python_within_a_span_is_on_the_lines_that_run_and_not_the_operators_time():
     with profiled() as result, torch.profiler.record_function("prepare"):
         torch.ones(3).exp()
@@ -257,6 +258,7 @@ def test_a_line_that_keeps_the_interpreters_lock_has_its_own_time():
     assert by_line(result.profile.tree)[place].total / 1e9 == pytest.approx(alone, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_child_of_a_profiled_program_asks_nobody_and_can_be_profiled():
     with profiled():
         assert holds_the_lock_then_lets_go(0.1) > 0  # the clock that asks has run

@@ -139,6 +139,7 @@ def train(steps):
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @natively
 def test_a_sampled_profile_counts_all_calls_and_says_its_share():
     train(3)

@@ -196,6 +196,7 @@ def test_without_spammers_the_consensus_is_no_worse_than_the_majority():
         assert 0.75 < right < 0.85  # planted: 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["copied", "mostly copied"])
 def test_raters_who_copy_each_other_are_found_and_count_once(kind):
     for seed in range(2):

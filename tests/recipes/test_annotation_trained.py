@@ -24,6 +24,7 @@ def trained(tmp_path_factory):
     return train_toy(tmp_path_factory, "annotation", *TOY)
 
 
+@pytest.mark.slow
 def test_the_report_has_figures_and_a_table_of_the_raters(trained):
     last = [row for row in map(json.loads, (trained / "metrics.jsonl").open()) if "log_loss" in row][-1]
     assert 0 < last["log_loss"] < 10 and 0 <= last["accuracy"] <= 1 and 0 <= last["calibration"] <= 1
@@ -50,6 +51,7 @@ def test_planted_raters_confuse_what_looks_alike():
     assert likely < votes and planted(truth, 12, 3, 0.3, seed=1).label.tolist() == labels.label.tolist()
 
 
+@pytest.mark.slow
 def test_targets_are_probabilities_and_the_loss_their_cross_entropy():
     prints = set()
     for kind in KINDS:
@@ -70,6 +72,7 @@ def test_targets_are_probabilities_and_the_loss_their_cross_entropy():
         data(raters=2, per_image=3, images=20)
 
 
+@pytest.mark.slow
 def test_labels_of_ones_own_are_read_from_a_table(tmp_path, capsys):
     path = tmp_path / "labels.csv"
     rows = [f"fashion-mnist/{17 + number},{rater},{NAMES[number % 10]}" for number in range(40) for rater in "abc"]

@@ -44,6 +44,7 @@ def odd():
         yield site
 
 
+@pytest.mark.slow
 def test_a_site_with_all_kinds_of_trouble(odd, tmp_path):
     found = counts(crawled(tmp_path / "store.db", odd.url, *QUICK, "--depth", "5"))
     assert found == {
@@ -66,6 +67,7 @@ def test_a_site_with_all_kinds_of_trouble(odd, tmp_path):
     assert store.item(f"{odd.url}/fine").size == len("Fine.") and store.item(f"{odd.url}/long").size == 999_999
 
 
+@pytest.mark.slow
 def test_robots_that_forbid_or_fail_end_the_crawl_in_a_line(tmp_path):
     forbids = (200, {"Content-Type": "text/plain"}, b"User-agent: *\nDisallow: /\n")
     with LoopbackSite({"/robots.txt": forbids, "/": page("x")}) as site:

@@ -68,6 +68,7 @@ def test_of_overlapping_boxes_the_likeliest_stays():
 # -- what covers them --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seeds, kinds, st.booleans())
 def test_what_is_not_covered_stays_as_it_is(seed, kind, any_fill):

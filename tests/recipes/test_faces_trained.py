@@ -65,6 +65,7 @@ def test_photos_of_all_forms_are_read_and_others_are_named(trained, tmp_path):
     assert page.count("data:image/png") >= 6 and "<b>nobody" not in page
 
 
+@pytest.mark.slow
 def test_either_method_says_whether_faces_are_masked():
     faces = np.stack([crops.faces()[3], occluders.cover(crops.faces()[3], "n95", np.random.default_rng(0)).picture])
     batch = {"inputs": torch.from_numpy((255 * faces).astype(np.uint8))[None], "boxes": torch.zeros(1, 2, 5)}
@@ -75,6 +76,7 @@ def test_either_method_says_whether_faces_are_masked():
         assert all((row["probability"] > 0.5) == row["masked"] and row["covered"] == 0.5 for row in rows)
 
 
+@pytest.mark.slow
 def test_embeddings_of_a_photo_are_of_one_length(trained, tmp_path):
     from shoestring.models.loading import load_model
 

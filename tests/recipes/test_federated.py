@@ -24,6 +24,7 @@ def few_fonts():
     digits.domain.cache_clear()
 
 
+@pytest.mark.slow
 def test_digits_of_all_domains_fill_the_same_square():
     for name, size in (("scans", 5000), ("uci", 1797), ("fonts", 300)):
         images, labels, groups = digits.domain(name)
@@ -126,6 +127,7 @@ def test_every_part_of_the_network_learns_and_the_switches_work():
     assert task.loss(task.forward(with_it, batch), batch)[0] < weighted
 
 
+@pytest.mark.slow
 def test_a_code_holds_the_nats_that_it_says():
     torch.manual_seed(0)
     encoder, x = codes.NoisyDigitEncoder(8, 5, spread=-1.0), torch.rand(6, 1, 16, 16)

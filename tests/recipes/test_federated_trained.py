@@ -23,6 +23,7 @@ def trained(tmp_path_factory):
     return train_toy(tmp_path_factory, "federated", *TOY, "--data.arguments.most", "400")
 
 
+@pytest.mark.slow
 def test_the_report_has_accuracies_probes_and_swapped_styles(trained):
     rows = [row for row in map(json.loads, (trained / "metrics.jsonl").open()) if "accuracy_uci" in row]
     assert len(rows) >= 2
@@ -81,6 +82,7 @@ def test_clients_without_a_feature_that_trains_them_are_refused(tmp_path, capsys
         assert "no feature trains clients in turn" in printed and "add [comm.fedavg]" in printed
 
 
+@pytest.mark.slow
 def test_check_understands_clients(capsys):
     assert main(["check", "federated", *TOY]) == 0
     printed = capsys.readouterr().out

@@ -37,6 +37,7 @@ def test_the_report_has_distances_and_a_page_of_each_style(trained):
     assert "Made and real pictures by style" in page and page.count("data:image/png") == len(STYLES)
 
 
+@pytest.mark.slow
 def test_both_networks_have_rates_of_their_own(trained):
     text = (trained / "run.toml").read_text()
     assert "discriminator.*" in text and "lr_scale" in text

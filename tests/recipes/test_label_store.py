@@ -248,6 +248,7 @@ def test_exports_of_label_studio_are_read_or_refused(store, tmp_path, change, me
         exchange.read_label_studio(*read, add_raters=True)
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_from_a_table_to_soft_labels(tmp_path, capsys):
     words = ("good", "bad", "fine", "poor")
     rows = [
@@ -338,6 +339,7 @@ def test_only_raters_with_a_token_see_tasks_and_label(served, store):
         assert token not in str(list(connection.execute(sql.text("select * from raters"))))
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("size", SIZES)
 def test_people_label_by_keyboard(served, store, size):

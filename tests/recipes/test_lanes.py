@@ -260,6 +260,7 @@ def test_a_picture_of_another_size_is_refused():
         hough.detect(np.zeros((10, 10)))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(seeds)
 def test_spoiling_takes_paint_from_the_lanes_it_is_given(seed):

@@ -26,6 +26,7 @@ from tests.rigs.hub.clips import gif, make_clip, playlist
 # -- inventory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_emoji_have_pictures_tags_and_texts_that_do_not_give_each_other_away():
     every = inventory.emoji(MODULES)
     assert 1800 < len(every) <= 1911 and len({one.character for one in every}) == len(every)
@@ -351,6 +352,7 @@ def differences():
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_does_and_missing_gradients_are_seen():
     with Pool(2, timeout=100) as pool:
         for result in pool.call(differences):

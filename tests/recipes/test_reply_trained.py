@@ -33,6 +33,7 @@ def near_modules(monkeypatch):
     monkeypatch.chdir(Path(MODULES).parent)
 
 
+@pytest.mark.slow
 def test_the_report_compares_methods_in_groups_of_texts(trained):
     last = [row for row in map(json.loads, (trained / "metrics.jsonl").open()) if "recall_10" in row][-1]
     for name in ("recall_10", "ndcg_30", "recall_10_unshared", "ndcg_30_untaught", "ndcg_30_bm25"):
@@ -43,6 +44,7 @@ def test_the_report_compares_methods_in_groups_of_texts(trained):
     assert "Replies to texts of emoji that were not taught" in page and "MiniLM" not in page
 
 
+@pytest.mark.slow
 def test_messages_get_replies_clips_get_texts_and_broken_files_are_named(trained, near_modules, tmp_path):
     files = tmp_path / "files"
     files.mkdir()

@@ -98,6 +98,7 @@ def test_inflections_are_blanked_and_texts_are_bounded():
 words = st.lists(st.sampled_from(BEASTS), max_size=12).map(" ".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(words, min_size=2, max_size=8), words, st.sampled_from(lexical.GRID[:20]))
 def test_scores_are_those_of_bm25s(documents, query, chosen):

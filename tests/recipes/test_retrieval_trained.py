@@ -28,6 +28,7 @@ def trained(tmp_path_factory):
     return train_toy(tmp_path_factory, "retrieval", *TOY, "--model.dimensions", "32")
 
 
+@pytest.mark.slow
 def test_the_report_compares_all_methods(trained):
     last = [row for row in map(json.loads, (trained / "metrics.jsonl").open()) if "fused_1" in row][-1]
     assert all(0 <= last[f"{name}_1"] <= last[f"{name}_10"] <= 1 for name in ("fused", "encoder", "bm25"))

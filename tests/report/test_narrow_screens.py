@@ -76,6 +76,7 @@ def write_memory(_, tmp_path):
     return memory_page.write(trained(), tmp_path / "memory.html")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "write",
     [

@@ -102,6 +102,7 @@ const drag = (one, from, to) => {
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_drawn_and_nothing_is_asked_whatever_came_in(whole, tmp_path):
     dom, asked = opened(injected(whole, tmp_path), tmp_path)
     assert 'data-ready="true"' in dom
@@ -111,6 +112,7 @@ def test_a_run_is_drawn_and_nothing_is_asked_whatever_came_in(whole, tmp_path):
     assert asked == set() and 'data-pwned="yes"' not in dom
 
 
+@pytest.mark.slow
 def test_without_the_policy_the_same_page_would_ask(whole, tmp_path):
     dom, asked = opened(injected(whole, tmp_path, policy=False), tmp_path)
     assert asked == {"http://tracker.example/x.png"} and 'data-pwned="yes"' in dom
@@ -151,6 +153,7 @@ def test_dragging_zooms_every_chart_and_the_button_shows_the_whole_run(whole, tm
     assert zoomed[0] == zoomed[1] == pytest.approx([1 + 39 / 4, 1 + 39 / 2], abs=0.3)
 
 
+@pytest.mark.slow
 def test_keys_move_along_the_curve_and_zoom_for_who_has_no_pointer(whole, tmp_path):
     said = driven(
         report.write(whole.path),
@@ -168,6 +171,7 @@ def test_keys_move_along_the_curve_and_zoom_for_who_has_no_pointer(whole, tmp_pa
     assert said[1] == pytest.approx(39 / 2, abs=1)
 
 
+@pytest.mark.slow
 def test_smoothing_smooths_and_keeps_the_logged_values_beneath(new, tmp_path):
     folder = new(steps=400).metrics(loss=lambda step: 2.0 + (-1) ** step)
     said = driven(
@@ -187,6 +191,7 @@ def test_smoothing_smooths_and_keeps_the_logged_values_beneath(new, tmp_path):
     assert smooth[0] == pytest.approx(1.0) and smooth[1] < 0.05
 
 
+@pytest.mark.slow
 def test_labels_of_baselines_that_lie_together_keep_apart(whole, tmp_path):
     whole.summary(baselines={"a": 1.500, "b": 1.501, "c": 1.502, "d": 1.503})
     labels, beside = driven(
@@ -201,6 +206,7 @@ def test_labels_of_baselines_that_lie_together_keep_apart(whole, tmp_path):
     assert all(lower - upper >= 14 for upper, lower in pairwise(labels))
 
 
+@pytest.mark.slow
 def test_a_small_chart_has_several_ticks_on_its_y_axis(whole, tmp_path):
     said = driven(
         report.write(whole.path),
@@ -248,6 +254,7 @@ def test_ugly_data_is_drawn_as_text(new, hostile, tmp_path):
     assert not re.search(r"<img", dom) and asked == set()
 
 
+@pytest.mark.slow
 def test_each_of_several_runs_has_its_colour_in_every_chart_and_can_be_hidden(new, tmp_path):
     folders = [new(name, name=name).metrics(loss=lambda step, k=k: k + 1 / step).path for k, name in enumerate("abc")]
     _, path = report.compare(folders, tmp_path / "compared.html")

@@ -67,6 +67,7 @@ def test_there_are_ninety_patterns():
     assert (patterns.sum(2) == 2).all()
 
 
+@pytest.mark.slow
 @given(WEIGHTS, st.sampled_from(["l1", "l2"]))
 def test_transposable_masks_keep_most(array, norm):
     weight = torch.from_numpy(array)
@@ -105,6 +106,7 @@ def test_the_transpose_of_a_transposable_mask_is_one():
     masks.require_2_4(masks.prune(weight, mask).t())
 
 
+@pytest.mark.slow
 @given(WEIGHTS)
 def test_greedy_masks(array):
     weight = torch.from_numpy(array) + 1e-3 * torch.rand(array.shape, generator=torch.Generator().manual_seed(0))

@@ -13,6 +13,7 @@ REASON = netlab_available() or (None if os.access(coalescing.SETTING, os.W_OK) e
 pytestmark = [pytest.mark.netlab, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
+@pytest.mark.slow
 def test_frames_of_a_fast_link_pass_by_the_millisecond_and_no_faster():
     taker = """
         import socket, sys, time

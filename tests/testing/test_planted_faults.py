@@ -71,6 +71,7 @@ each_fault = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @each_fault
 def test_fails_the_clause_it_breaks(fault: Fault, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     first = 2 * FAULTS.index(fault)

@@ -96,6 +96,7 @@ def test_missing_inherited_and_nested_texts_are_found_where_they_stand():
         assert lines[int(number) - 1].strip().startswith(f"{key}: ")
 
 
+@pytest.mark.slow
 def test_every_table_and_verb_is_read():
     kinds = {*keys().values(), *(verb.load() for verb in VERBS.values())}
     assert {kind.__name__ for kind in kinds} <= {each.owner for each in help_texts.help_texts(kinds)}

@@ -48,6 +48,7 @@ def test_every_link_of_the_readme_leads_to_a_file():
     assert targets and not [target for target in targets if not (ROOT / target).exists()]
 
 
+@pytest.mark.slow
 def test_the_classifiers_are_known_and_name_the_versions_that_are_supported(wheel):
     listed = wheel.get_all("Classifier")
     assert listed and set(listed) <= classifiers

@@ -54,6 +54,7 @@ def test_a_study_runs_to_its_end_and_optuna_shows_it(tmp_path):
     assert list(best.intermediate_values) == [5, 10]
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_did_not_publish_another_one_does_after_its_lease(tmp_path):
     worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 10, 0.0)
     store, search = worker.store, worker.proposer
@@ -285,6 +286,7 @@ def test_the_process_of_a_lost_lease_is_ended_though_it_is_stopped(tmp_path):
     trial.close()
 
 
+@pytest.mark.slow
 def test_a_trial_dies_with_its_worker(tmp_path):
     code = (
         "import sys; from pathlib import Path; from tests.tune.test_workers import process; import signal\n"

@@ -27,6 +27,7 @@ def model(tmp_path):
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_what_is_trained(model, tmp_path):
     source = write(tmp_path, "a.json", map(as_sharegpt, plain_chats(12)))
     (shown,) = show(str(source), DataView(model=model, first=99, sequence=48))

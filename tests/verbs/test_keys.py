@@ -74,6 +74,7 @@ def test_a_recipe_is_shown_with_each_value_that_it_sets(recipe):
                     assert tomllib.loads(f"value {line.partition(flag)[2]}") == {"value": value}
 
 
+@pytest.mark.slow
 def test_help_with_a_recipe_shows_its_keys_without_torch(tmp_path):
     (tmp_path / "own.toml").write_text(tomli_w.dumps({"run": {"steps": 7}, "comm": {"topk": {}}, "mine": {"x": {}}}))
     code = "import sys; from shoestring.cli import main\ntry: main(sys.argv[1:])\n"

@@ -27,6 +27,7 @@ def files(tmp_path, monkeypatch):
     return str(run), cluster
 
 
+@pytest.mark.slow
 def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
     run, cluster = files
     assert main(["plan", run, "--explain", cluster(HOST)]) == 0
@@ -43,6 +44,7 @@ def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
         assert order in printed
 
 
+@pytest.mark.slow
 def test_it_shows_the_bits_that_the_run_asks_for_and_those_it_has_chosen(files, tmp_path, capsys):
     run, cluster = files
     group = {"title": CHOSEN_TITLE, "head": ["operators", "bits"], "rows": [["silu(mm) -> mul, mul'", 32.0]]}
@@ -67,6 +69,7 @@ def test_a_cluster_that_is_no_host_of_several_ranks_is_refused(files, capsys):
     assert "is no cluster file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_what_would(files, capsys):
     run, cluster = files
     small = replace(HOST, devices=tuple(replace(device, memory=1000) for device in HOST.devices))
