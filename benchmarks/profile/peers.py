@@ -51,7 +51,7 @@ def py_spy(kind: str, name: str) -> Counter[tuple[str, int]]:
 
 
 def by_line(stacks: Sequence[str], folder: str) -> Counter[tuple[str, int]]:
-    """Samples by the innermost line of each stack that is in a file of a folder.
+    """Samples by the innermost line of each stack that is in a file of a folder. Stacks of importing it do not count.
 
     Args:
         stacks: lines of frames from the outermost to the innermost, separated by semicolons, and a number of samples.
@@ -59,7 +59,10 @@ def by_line(stacks: Sequence[str], folder: str) -> Counter[tuple[str, int]]:
     samples: Counter[tuple[str, int]] = Counter()
     for line in stacks:
         stack, _, count = line.rpartition(" ")
-        for frame in reversed(stack.split(";")):
+        frames = stack.split(";")
+        if any(frame.startswith("<module>") and folder in frame for frame in frames):
+            continue
+        for frame in reversed(frames):
             if (place := _FRAME.search(frame)) and folder in place[1]:
                 samples[folder + place[1].rpartition(folder)[2], int(place[2])] += int(count)
                 break
