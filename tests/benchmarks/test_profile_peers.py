@@ -11,7 +11,7 @@ def test_a_stack_counts_for_its_innermost_line_in_the_set():
         f"main (/x/peers.py:3);run (/x/{FOLDER}a.py:10);inner (/x/{FOLDER}a.py:20);mul (/lib/torch/x.py:5) 7",
         f"main (/x/peers.py:3);run (/x/{FOLDER}a.py:10) 2",
         "main (/x/peers.py:3);other (/lib/y.py:10) 100",
-        f"main (/x/peers.py:3);<module> (/x/{FOLDER}__init__.py:11);<module> (/x/{FOLDER}a.py:2);draw (/lib/y.py:1) 100",
+        f"main (/x/peers.py:3);<module> (/x/{FOLDER}__init__.py:11);<module> (/x/{FOLDER}a.py:2);draw (/lib/y.py:1) 9",
         f"MainThread;run (/x/{FOLDER}a.py:20);operator() (native.cpp) 1",
     ]
     counts = by_line(stacks, FOLDER)
