@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from benchmarks.calm import PATIENCE, BusyMachineError, Watch, watched
-from benchmarks.machine import Environment, git_tree
+from benchmarks.machine import ROOT, Environment, git_tree
 from benchmarks.provenance import UNKNOWN, Sources, measured_files
 from benchmarks.rows import (
     RESULTS,
@@ -168,7 +168,8 @@ def measure(bar: Bar, environment: Environment, deadline: Deadline, sources: Sou
         return not_run(bar, f"the machine was busy: {error}", environment), True
     except Exception as error:
         traceback.print_exc()
-        return not_run(bar, f"failed: {type(error).__name__}: {error}", environment), False
+        reason = f"failed: {type(error).__name__}: {error}".replace(f"{ROOT}/", "")  # no path of this machine
+        return not_run(bar, reason, environment), False
 
 
 def _plain(bar: Bar, deadline: Deadline) -> Measured | NotRun:

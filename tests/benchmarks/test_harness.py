@@ -245,12 +245,12 @@ def test_list_measures_and_writes_nothing(tmp_path, capsys):
 
 def test_a_measurement_that_fails_is_reported_and_the_others_run(tmp_path, capsys):
     def fails(deadline):
-        raise ValueError("planted")
+        raise ValueError(f"planted at {ROOT}/src/one.py")
 
     assert main("area", lambda: [bar("bad", found=fails), bar("good")], [], tmp_path) == 1
     seen = capsys.readouterr()
     assert "Traceback" in seen.err
-    assert stored(tmp_path)["area.bad"].reason == "failed: ValueError: planted"
+    assert stored(tmp_path)["area.bad"].reason == "failed: ValueError: planted at src/one.py"
     assert stored(tmp_path)["area.good"].status == "held"
 
 
