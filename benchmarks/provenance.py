@@ -177,7 +177,12 @@ class Sources:
         return cls(files, sets)
 
     def write(self, results: Path, named: Iterable[str]) -> None:
-        """Replace the file, keeping only the source sets that are named and the files in them."""
+        """Replace the file, keeping only the source sets that are named and the files in them.
+
+        What another benchmark has put into the file since this one read it is taken over first.
+        """
+        later = Sources.read(results)
+        self.files, self.sets = later.files | self.files, later.sets | self.sets
         kept = {digest: self.sets[digest] for digest in sorted(set(named) & self.sets.keys())}
         files = {
             member: self.files[member].to_json() for member in sorted({one for row in kept.values() for one in row})

@@ -1,7 +1,7 @@
 """The recipe `federated`: accuracy on a domain that no client has, beside pooled training, FedAvg and FedProx.
 
 A *cell* is a seed and a domain that is left out; in it all methods train as many steps on the same samples. The
-baseline is FedAvg with the recipe's augmentation. Each method has three candidates for its settings. They are judged
+baseline is FedAvg with the recipe's augmentation. Each method has four candidates for its settings. They are judged
 without the domain that is left out: a model learns from one of the other two domains and is judged by the other one.
 
 python -m benchmarks.recipes.federated [FOLDER]
@@ -41,15 +41,15 @@ from shoestring_recipes.federated.task import Digits, Separated, data
 SEEDS = 10
 TUNED_WITH = 1
 """Seed of the trainings that choose settings."""
-RATES = (0.02, 0.05, 0.1)
+RATES = (0.02, 0.05, 0.1, 0.2)
 FEDAVG = {"model.disentangle": False, "model.augment": False, "comm.fedavg.private": []}
 BASELINE, OURS = "FedAvg, augmented", "separated"
 METHODS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "pooled": tuple(FEDAVG | {"pooled": True, "optim.sgd.lr": rate} for rate in RATES),
     "FedAvg": tuple(FEDAVG | {"optim.sgd.lr": rate} for rate in RATES),
-    "FedProx": tuple(FEDAVG | {"comm.fedavg.proximal": strength} for strength in (0.01, 0.1, 1.0)),
+    "FedProx": tuple(FEDAVG | {"comm.fedavg.proximal": strength} for strength in (0.001, 0.01, 0.1, 1.0)),
     BASELINE: tuple(FEDAVG | {"model.augment": True, "optim.sgd.lr": rate} for rate in RATES),
-    OURS: tuple({"model.contrast": weight} for weight in (0.1, 0.3, 1.0)),
+    OURS: tuple({"model.bottleneck": weight} for weight in (0.005, 0.01, 0.02, 0.05)),
 }
 """The candidates of each method: what they change in the recipe's run file."""
 NETLAB_RATE, NETLAB_BITS = "10mbit", 10e6

@@ -79,6 +79,17 @@ def test_the_same_code_has_the_same_digest_and_survives_its_file(tree):
     assert again.add([code], tree) != digest
 
 
+def test_two_benchmarks_in_one_folder_keep_each_others_sources(tree):
+    code = tree / "src/shoestring/one.py"
+    code.write_text(lines(0, 400))
+    one, other = Sources.read(tree), Sources.read(tree)
+    first = one.add([code], tree)
+    one.write(tree, [first])
+    second = other.add([tree / "benchmarks/area.py"], tree)
+    other.write(tree, [first, second])  # which both are named by rows by now
+    assert Sources.read(tree).sets.keys() == {first, second}
+
+
 def test_a_record_that_was_tampered_with_is_refused(tree):
     code = tree / "src/shoestring/one.py"
     code.write_text(lines(0, 400))

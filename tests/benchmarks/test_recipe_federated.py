@@ -42,12 +42,12 @@ def test_cells_are_stored_and_settings_never_see_the_domain_left_out(tmp_path, t
     assert contest.lowest().value == pytest.approx(0.02) and "separated: scans 0.7" in above.note
     assert contest.read("domain_from_features", 1 / 3).value == pytest.approx(0.4 - 1 / 3)
     trials = [made for made in Inline.made if made[0] == "tuning"]
-    assert len(trials) == 5 * 3 * 6 and all(made[3] != made[4] for made in trials)
+    assert len(trials) == 5 * 4 * 6 and all(made[3] != made[4] for made in trials)
     judged = [made for made in Inline.made if made[0] == "cell"]
     assert len(judged) == 5 * 3 * federated.SEEDS
     assert all(number == (1 if left_out == "uci" else 2) for _, _, number, left_out, _ in judged)
     again = federated.Contest(tmp_path, Deadline())
-    assert np.array_equal(again.accuracy("pooled"), contest.accuracy("pooled")) and len(Inline.made) == 90 + 150
+    assert np.array_equal(again.accuracy("pooled"), contest.accuracy("pooled")) and len(Inline.made) == 120 + 150
     assert "| separated | 10 |" in federated.table(tmp_path)
 
 

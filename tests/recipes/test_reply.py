@@ -379,7 +379,7 @@ def test_messages_and_clips_are_read_and_their_words_taken(tmp_path):
         task.joined([text, clip])
 
 
-def test_lines_and_folders_for_the_page(tmp_path):
+def test_lines_and_folders_for_the_page(tmp_path, capsys):
     lines = tmp_path / "lines.txt"
     lines.write_text("one\n\n  \n😀\nслово\n" + "x" * 5000 + "\n")
     assert module.messages_of(lines) == ["one", "слово", "x" * 5000]
@@ -387,6 +387,11 @@ def test_lines_and_folders_for_the_page(tmp_path):
         lines.write_bytes(content)
         with pytest.raises(DataError, match=r"has no words|cannot be read as text"):
             module.messages_of(lines)
+    lines.write_text("word\n" * (module.MESSAGES + 1))
+    with pytest.raises(DataError, match="501 messages"):
+        module.messages_of(lines)
+    assert module.main(["run", str(lines), "--count", "0"]) != 0
+    assert "--count is 0" in capsys.readouterr().err
     folder = tmp_path / "gifs"
     (folder / "deep").mkdir(parents=True)
     save_coloured(folder / "deep" / "sad_cat.gif")

@@ -79,7 +79,7 @@ def compute(node: fx.Node, rule: ShardingRule, inputs: Sequence[Sequence[Tensor]
     if rule.exchange is None:
         results = [operator_of_shards(*args, **kwargs) for args, kwargs in calls]
     else:
-        results = _exchange([rule.exchange.compute(node.target, args, kwargs, ranks) for args, kwargs in calls])
+        results = sum_together([rule.exchange.compute(node.target, args, kwargs, ranks) for args, kwargs in calls])
     rows = [result if isinstance(result, list | tuple) else (result,) for result in results]
     return [list(column) for column in zip(*rows, strict=True)]
 
@@ -103,8 +103,8 @@ def local_arguments(
     return args, dict(kwargs)
 
 
-def _exchange(computations: Sequence[Any]) -> list[Any]:
-    """Run the generators of all ranks, and send each the sum of what all of them yielded."""
+def sum_together(computations: Sequence[Any]) -> list[Any]:
+    """Run the generators of all ranks, and send each the sum of what all of them yielded; returns their results."""
     sent: list[Any] = [None] * len(computations)
     while True:
         yielded, results = list[Tensor](), list[Any]()

@@ -25,6 +25,9 @@ LAUNCH = 5e-6
 """Seconds that an operator takes at least, however small its tensors are."""
 
 
+# The next four are instructions to whatever runs a program. torch.fx asks for functions as the targets of nodes.
+
+
 def begin_move(tensors: Sequence[Tensor], source: Placement, target: Placement) -> Any:
     """Begin to move tensors from one placement to another, in one message; a rank gives what it has of them."""
     raise NotImplementedError("a program's messages are run by `graph.running`")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from shoestring._torch import all_gather_single, reduce_scatter_single
-from shoestring.graph.lockstep import divide, join
+from shoestring.graph.lockstep import divide, join, sum_together
 from shoestring.graph.placements import SUM, WHOLE, Placement
 from shoestring.graph.program import RankProgram, begin_move, end_move, exchange, take_shard
 
@@ -46,7 +46,7 @@ def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor 
             elif node.target is take_shard:
                 columns[node] = [divide(args[0], args[1], program.ranks)[rank] for rank, (args, _) in enumerate(calls)]
             elif node.target is exchange:
-                columns[node] = _sum_together([_computation(args, program.ranks) for args, _ in calls])
+                columns[node] = sum_together([_computation(args, program.ranks) for args, _ in calls])
             else:
                 function: Any = node.target
                 columns[node] = [function(*args, **kwargs) for args, kwargs in calls]
@@ -63,21 +63,6 @@ def _moved_together(begun: Sequence[Any], ranks: int) -> list[tuple[Tensor, ...]
 def _computation(args: Sequence[Any], ranks: int) -> Any:
     compute, op, inner, kwargs = args
     return compute(op, inner, kwargs, ranks)
-
-
-def _sum_together(computations: Sequence[Any]) -> list[Any]:
-    """Run the generators of all ranks, and send each the sums of what all have yielded."""
-    sent: list[Any] = [None] * len(computations)
-    while True:
-        yielded, results = list[Tensor](), list[Any]()
-        for computation, value in zip(computations, sent, strict=True):
-            try:
-                yielded.append(computation.send(value))
-            except StopIteration as stop:
-                results.append(stop.value)
-        if results:
-            return results
-        sent = [torch.stack(yielded).sum(0)] * len(computations)
 
 
 def run_rank(program: RankProgram, values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor | None]:

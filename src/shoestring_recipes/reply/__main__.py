@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoestring.core.errors import DataError, ShoestringError
+from shoestring.core.errors import ConfigError, DataError, ShoestringError
 from shoestring.models.loading import load_model
 from shoestring.storage import foreign
 from shoestring_recipes.reply.clips import animated, corners, format_of, gif, read_clip
@@ -84,7 +84,7 @@ def messages_of(path: Path) -> list[str]:
     """Return the lines of a text file that have words.
 
     Raises:
-        DataError: the file cannot be read, is no text, or has no words.
+        DataError: the file cannot be read, is no text, has no words, or has more than `MESSAGES` messages.
     """
     try:
         text = foreign.read_text(path, LARGEST)
@@ -93,11 +93,15 @@ def messages_of(path: Path) -> list[str]:
     lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
     if not lines:
         raise DataError(f"`{path}` has no words", hint="write a message on each line")
-    return lines[:MESSAGES]
+    if len(lines) > MESSAGES:
+        raise DataError(f"`{path}` has {len(lines):,} messages; a page shows {MESSAGES}", hint="split the file")
+    return lines
 
 
 def replies(options: argparse.Namespace) -> Iterator[str]:
     """Write the page; yield lines to print."""
+    if options.count < 1:
+        raise ConfigError(f"--count is {options.count}", hint="ask for 1 reply or more")
     messages, errors = messages_of(options.messages), list[str]()
     model, _ = load_model(options.run)
     clips = of_folder(options.clips, errors) if options.clips else of_emoji()
