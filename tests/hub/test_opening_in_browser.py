@@ -102,6 +102,20 @@ def test_a_page_that_was_fetched_ahead_is_not_shown_after_the_role_is_lost(brows
     until(lambda: browser.value(STORED) == [])
 
 
+@pytest.mark.slow
+def test_pressing_asks_again_while_the_answer_to_a_hover_is_on_its_way(browser):
+    # The worker is never told, so that its answer stays on its way
+    browser.value("{ window.told = []; navigator.serviceWorker.controller.postMessage = (one) => told.push(one); }")
+    x, y = browser.point(FIRST)
+    for _ in range(2):
+        browser.mouse("mouseMoved", 1, 1)
+        browser.mouse("mouseMoved", x, y)
+    until(lambda: browser.value("told.length") == 1)
+    browser.mouse("mousePressed", x, y)
+    until(lambda: browser.value("told.length") == 2)
+    assert browser.value("told[0].address === told[1].address && told.every(({ limit }) => limit > 0)")
+
+
 def forged(line):
     """Another line with the same CRC-32, by solving for the letters of a text."""
     texts = ["a" * 40] + ["a" * at + "b" + "a" * (39 - at) for at in range(40)]

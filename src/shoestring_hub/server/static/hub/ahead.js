@@ -41,15 +41,16 @@
   else navigator.serviceWorker?.register(options.worker);
 
   // -- fetched ahead --
-  const tell = (link) => {
+  const tell = (link, pressed) => {
     const address = link.href.replace(/#.*/, ""), here = location.href.replace(/#.*/, "");
     const limit = Math.min(left, Number(options.link));
-    if (limit <= 0 || address === here || awaited.has(address) || navigator.connection?.saveData) return;
+    // What a pointer at rest has asked for may arrive before the click, and is then too old to be shown
+    if (limit <= 0 || address === here || (awaited.has(address) && !pressed) || navigator.connection?.saveData) return;
     left -= limit; // until the worker says how many bytes it took
     navigator.serviceWorker.controller.postMessage({ address, limit });
-    awaited.set(address, limit);
+    awaited.add(address);
   };
-  const awaited = new Map();
+  const awaited = new Set();
   const linkOf = (event) => {
     const link = event.target.closest?.("a[href]");
     return link?.origin === location.origin && !link.target && !link.hasAttribute("download") ? link : null;
@@ -57,11 +58,11 @@
   const rest = (event) => {
     clearTimeout(resting);
     const link = linkOf(event);
-    if (link) resting = setTimeout(tell, REST, link);
+    if (link) resting = setTimeout(tell, REST, link, false);
   };
   if (options.ahead !== undefined && navigator.serviceWorker?.controller) {
-    navigator.serviceWorker.addEventListener("message", ({ data: { address, bytes } }) => {
-      left += (awaited.get(address) ?? 0) - bytes;
+    navigator.serviceWorker.addEventListener("message", ({ data: { address, limit, bytes } }) => {
+      left += limit - bytes;
       awaited.delete(address);
     });
     addEventListener("pointerover", (event) => { if (event.pointerType !== "touch") rest(event); });
@@ -69,7 +70,7 @@
     addEventListener("pointerdown", (event) => {
       clearTimeout(resting);
       const link = linkOf(event);
-      if (link && event.button === 0) tell(link);
+      if (link && event.button === 0) tell(link, true);
     });
   }
 }

@@ -27,9 +27,9 @@ addEventListener("fetch", (event) => {
 });
 
 addEventListener("message", (event) => {
-  const url = new URL(event.data.address), tell = (bytes) => event.source?.postMessage({ address: event.data.address, bytes });
+  const url = new URL(event.data.address), tell = (bytes) => event.source?.postMessage({ ...event.data, bytes });
   const page = url.origin === origin && isPage(url) ? url.pathname + url.search : "";
-  if (page && !onTheirWay.has(page)) event.waitUntil(fetchAhead(page, event).then(tell));
+  if (page) event.waitUntil(fetchAhead(page, event).then(tell));
   else tell(0);
 });
 
@@ -59,7 +59,7 @@ async function fetchAhead(address, event) {
   } catch {
     return HEADERS; // the hub does not answer, which shows when the page is opened
   } finally {
-    onTheirWay.delete(address);
+    if (onTheirWay.get(address) === asked) onTheirWay.delete(address); // unless it was asked for again
   }
 }
 
