@@ -25,7 +25,7 @@ PATIENCE = 1800.0
 """Seconds to wait for a calm machine, over a whole measurement."""
 _LOOK = 2.0  # seconds over which shares are measured while waiting
 _TICKS = os.sysconf("SC_CLK_TCK")
-_KTHREADD = 2
+_INIT, _KTHREADD = 1, 2
 
 
 class BusyMachineError(Exception):
@@ -40,7 +40,11 @@ class Usage:
     total: int
     stolen: int
     processes: dict[int, tuple[int, int]]
-    """The parent and the ticks, with those of children that have ended, of every process."""
+    """The parent and the ticks, with those of children that have ended, of every process.
+
+    Only the first process's are its own: it takes over the children of processes that end, and with them all that a
+    browser of the measurement itself has used.
+    """
 
     @classmethod
     def now(cls, proc: Path = Path("/proc")) -> Usage:
@@ -52,7 +56,8 @@ class Usage:
                     fields = (path / "stat").read_text().rpartition(")")[2].split()
                 except OSError:  # it has ended
                     continue
-                processes[int(path.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+                process = int(path.name)
+                processes[process] = int(fields[1]), sum(map(int, fields[11 : 13 if process == _INIT else 15]))
         return cls(time.monotonic(), sum(ticks), ticks[7], processes)
 
 

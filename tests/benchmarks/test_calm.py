@@ -43,11 +43,12 @@ def test_a_process_that_was_there_before_counts_for_what_it_used_since():
 
 def test_proc_is_read_as_it_is(tmp_path):
     (tmp_path / "stat").write_text("cpu  1 2 3 4 5 6 7 8 9 10\ncpu0 0\n")
-    (tmp_path / "42").mkdir()
-    (tmp_path / "42" / "stat").write_text("42 (a ) name) S 7 0 0 0 0 0 0 0 0 0 100 20 3 4 0 0\n")
+    for process in (1, 42):
+        (tmp_path / str(process)).mkdir()
+        (tmp_path / str(process) / "stat").write_text(f"{process} (a ) name) S 7 0 0 0 0 0 0 0 0 0 100 20 3 4 0 0\n")
     (tmp_path / "43").mkdir()  # has ended
     found = Usage.now(tmp_path)
-    assert (found.total, found.stolen, found.processes) == (36, 8, {42: (7, 127)})
+    assert (found.total, found.stolen, found.processes) == (36, 8, {1: (7, 120), 42: (7, 127)})
 
 
 @pytest.fixture
