@@ -42,8 +42,8 @@ class Usage:
     processes: dict[int, tuple[int, int]]
     """The parent and the ticks, with those of children that have ended, of every process.
 
-    Only the first process's are its own: it takes over the children of processes that end, and with them all that a
-    browser of the measurement itself has used.
+    Only the first process's are its own: it takes over the children of processes that end, those of the measurement
+    itself as well, and with them all that they have used.
     """
 
     @classmethod
@@ -73,7 +73,7 @@ class Load:
         """The load from one look to the next, without the descendants of the process `own`."""
         used = 0
         for process, (_, ticks) in after.processes.items():
-            line = _ancestors(process, after)
+            line = {*_ancestors(process, after), *_ancestors(process, before)}  # it may have lost its parent since
             if own not in line and _KTHREADD not in line:
                 used += max(0, ticks - before.processes.get(process, (0, ticks))[1])
         span = max(after.seconds - before.seconds, 1 / _TICKS)

@@ -36,6 +36,13 @@ def test_only_what_others_use_and_what_is_stolen_counts():
     assert not Load.between(before, usage(2.0, 1400, 20), OWN).calm
 
 
+def test_what_loses_its_parent_at_the_end_of_a_measurement_is_still_its_own():
+    before, after = usage(0.0, 1000, 0), usage(2.0, 1400, 0, orphan=200)
+    after.processes[ORPHAN] = 1, 200
+    del after.processes[CHILD]
+    assert Load.between(before, after, OWN).others == 0.0
+
+
 def test_a_process_that_was_there_before_counts_for_what_it_used_since():
     before, after = usage(0.0, 1000, 0, other=10**6), usage(1.0, 1200, 0, other=10**6 + calm._TICKS)
     assert Load.between(before, after, OWN).others == 1.0
