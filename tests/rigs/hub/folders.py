@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 
@@ -43,5 +44,8 @@ def write_run(folder: Path, *, steps: int = 50, name: str = "small", seed: int =
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of all files of a folder by their paths in it."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """The bytes of all files of a folder by their paths in it, without what a killed process had not put in place,
+    which is no part of a run, and which the next writer removes."""
+    left = re.compile(r"\..*\.[0-9a-f]{8}\.tmp")
+    files = (path for path in folder.rglob("*") if path.is_file() and not left.fullmatch(path.name))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
