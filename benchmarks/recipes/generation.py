@@ -1,9 +1,10 @@
 """The recipe `generation`: the GAN with spatially adaptive normalisation beside a plain one and a regression.
 
-All have the same data, batches and processor time of a training. The plain GAN gets map and texture beside its features
-instead, and the regression has the recipe's generator and no discriminator. Two judges of different architecture,
-taught on real pictures in all styles, say which kind of clothes and which style the pictures of test images show; the
-Fréchet distance is that of their features. In each figure the worse judge counts.
+All have the same data, batches and processor time, which is that of the recipe's training as it is shipped. The plain
+GAN gets map and texture beside its features instead, and the regression has the recipe's generator and no
+discriminator. Two judges of different architecture, taught on real pictures in all styles, say which kind of clothes
+and which style the pictures of test images show; the Fréchet distance is that of their features. In each figure the
+worse judge counts.
 
 python -m benchmarks.recipes.generation [FOLDER]
 
@@ -16,6 +17,7 @@ import json
 import secrets
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -28,6 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import shoestring_recipes.generation as recipe
 from benchmarks.harness import Bar, Deadline, Measured, run_command, stored
 from benchmarks.intervals import of_mean, of_ratio
 from benchmarks.recipes.autocast import faster
@@ -47,8 +50,6 @@ JUDGE_STEPS, JUDGE_BATCH = 600, 64
 CACHE = Path(".cache/recipes/generation")
 CORNERS = ((0.0, 0.0), (0.4, 0.7))
 """Windows of a swatch for two pictures of one map."""
-MINUTES = 4.0
-"""Processor time of each training."""
 DEFAULT = "spade"
 
 
@@ -186,8 +187,10 @@ def step_seconds(method: str) -> float:
 
 
 def steps_of_all() -> dict[str, Any]:
-    """How many steps each method takes in the processor time of a training."""
-    return {method: round(60 * MINUTES / step_seconds(method)) for method in METHODS}
+    """How many steps each method takes in the processor time of the recipe's training as it is shipped."""
+    steps = tomllib.loads(Path(recipe.__path__[0], "run.toml").read_text())["run"]["steps"]
+    seconds = {method: step_seconds(method) for method in METHODS}
+    return {method: round(steps * seconds[DEFAULT] / seconds[method]) for method in METHODS}
 
 
 def trained(method: str, seed: int, steps: int) -> Path:

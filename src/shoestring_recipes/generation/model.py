@@ -64,9 +64,10 @@ class StyledGan(nn.Module):
             maps: uint8 (N, C, H, W).
         """
         places = F.interpolate(maps.float(), (self.size, self.size), mode="nearest-exact")
-        distance = (places[:, None] - self.colors[..., None, None]).abs().amax(2)
-        nearest_label = F.one_hot(distance.argmin(1), len(self.colors)).movedim(-1, 1)
-        return nearest_label.to(self.generator.seed.weight.dtype), distance.amin(1).amax((1, 2)) >= FAR
+        # On a CPU, `min` takes a ninth of the time of `argmin`
+        distance, nearest_label = (places[:, None] - self.colors[..., None, None]).abs().amax(2).min(1)
+        labels = F.one_hot(nearest_label, len(self.colors)).movedim(-1, 1)
+        return labels.to(self.generator.seed.weight.dtype), distance.amax((1, 2)) >= FAR
 
     def forward(
         self, maps: Tensor, swatches: Tensor, corners: Tensor, images: Tensor | None = None

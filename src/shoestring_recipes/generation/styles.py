@@ -3,6 +3,7 @@ texture."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,8 +31,8 @@ Pattern = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 def _ripples(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Sum of waves in seven directions, which does not repeat."""
-    turns = np.pi * np.arange(7)[:, None, None, None] / 7
-    return np.cos(0.8 * (u * np.cos(turns) + v * np.sin(turns)) + 5 * turns).sum(0) / 2
+    turns = [math.pi * number / 7 for number in range(7)]
+    return sum(np.cos(0.8 * (math.cos(turn) * u + math.sin(turn) * v) + 5 * turn) for turn in turns) / np.float32(2)
 
 
 def _triangle(v: np.ndarray) -> np.ndarray:
@@ -77,10 +78,11 @@ def swatches(kinds: Sequence[int], draws: Sequence[np.random.Generator], side: i
     """
     angle, width, first, second, grain = np.array([one.random(5) for one in draws]).reshape(-1, 5).T[..., None, None]
     noise = np.array([one.standard_normal((side, side), np.float32) for one in draws]).reshape(-1, side, side)
-    period = WIDTHS[0] + (WIDTHS[1] - WIDTHS[0]) * width
-    sin, cos = np.sin(np.pi * angle), np.cos(np.pi * angle)
-    y, x = (2 * np.pi / period * axis for axis in np.mgrid[:side, :side])
+    frequency = 2 * np.pi / (WIDTHS[0] + (WIDTHS[1] - WIDTHS[0]) * width)
+    sin, cos = frequency * np.sin(np.pi * angle), frequency * np.cos(np.pi * angle)
+    y, x = np.ogrid[:side, :side]
     u, v = x * cos - y * sin + 1000 * first, x * sin + y * cos + 1000 * second
+    u, v = u.astype(np.float32), v.astype(np.float32)
     bright, of = np.empty(u.shape, np.float32), np.asarray(kinds)
     for number, pattern in enumerate(PATTERNS.values()):
         bright[of == number] = pattern(u[of == number], v[of == number])
@@ -98,7 +100,7 @@ def edge_map(images: Tensor) -> Tensor:
     silhouette, plus 170 on a strong edge."""
     sobel = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]], device=images.device)
     gradient = F.conv2d(images, torch.stack([sobel, sobel.T])[:, None], padding=1)
-    return (85 * (images > SEEN) + 170 * (gradient.norm(dim=1, keepdim=True) > STRONG)).to(torch.uint8)
+    return (85 * (images > SEEN) + 170 * (gradient.square().sum(1, keepdim=True) > STRONG**2)).to(torch.uint8)
 
 
 def windows(pictures: Tensor, corners: Tensor, side: int) -> Tensor:
