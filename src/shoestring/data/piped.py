@@ -50,7 +50,15 @@ def spool(source: str, folder: Path) -> str:
     part = folder / f".{name}-{secrets.token_hex(4)}"
     try:
         _copy("/dev/stdin" if source == STANDARD_INPUT else source, part)
-        copy = folder / f"{name}{_suffixes(Path(source), part)}"
+        pipe = Path(source)
+        if kind_of(pipe) or pipe.suffix.lower() in COMPRESSIONS:
+            suffixes = "".join(pipe.suffixes[-2:])
+        else:
+            compressed, head = compression_of(part), b""
+            with suppress(OSError, ValueError), open_text(part, compressed) as file:
+                head = file.read(1 << 12)
+            suffixes = (".json" if _RECORDS.match(head.decode("utf-8", "replace")) else ".txt") + compressed
+        copy = folder / f"{name}{suffixes}"
         part.replace(copy)
     finally:
         part.unlink(missing_ok=True)
@@ -68,13 +76,3 @@ def _copy(source: str, target: Path) -> None:
         if error.filename != source:
             raise
         raise DataError(f"cannot read {source}: {error.strerror}", hint="pipe data into it, or name a file") from error
-
-
-def _suffixes(source: Path, copy: Path) -> str:
-    """The suffixes for a copy: the suffixes of the pipe's name, or else suffixes that fit the content."""
-    if kind_of(source) or source.suffix.lower() in COMPRESSIONS:
-        return "".join(source.suffixes[-2:])
-    compressed, head = compression_of(copy), b""
-    with suppress(OSError, ValueError), open_text(copy, compressed) as file:
-        head = file.read(1 << 12)
-    return (".json" if _RECORDS.match(head.decode("utf-8", "replace")) else ".txt") + compressed

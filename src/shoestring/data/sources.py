@@ -153,16 +153,12 @@ def _suffix_of_records(text: str) -> str:
     otherwise empty."""
     lines = [line for line in text.splitlines() if line.strip()][:2]
     cut = len(lines) == 1 and re.match(r"\s*\{\s*\"[^\"]*\"\s*:", text)  # a line longer than the text that was read
-    if cut or (lines and all(_is_object(line) for line in lines)):
-        return ".jsonl"
-    return ".json" if re.match(r"\s*\[\s*\{\s*\"", text) else ""
-
-
-def _is_object(line: str) -> bool:
     try:
-        return isinstance(foreign.parse_json(line), dict)
-    except ValueError:
-        return False
+        if cut or (lines and all(isinstance(foreign.parse_json(line), dict) for line in lines)):
+            return ".jsonl"
+    except ValueError:  # a line that is not JSON
+        pass
+    return ".json" if re.match(r"\s*\[\s*\{\s*\"", text) else ""
 
 
 def _matches(pattern: str) -> list[tuple[Path, str]]:
@@ -274,19 +270,17 @@ class StandardLibrary(Source):
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.paths = sorted(self._python_files())
+        paths = []
+        for folder, folders, files in os.walk(root):
+            left_out = self.folders
+            if folder == str(root):
+                left_out = left_out | self.generated | {name for name in folders if name.startswith("config-")}
+            folders[:] = [name for name in folders if name not in left_out]  # `os.walk` enters only these
+            python = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+            paths += [Path(folder, name) for name in python]
+        self.paths = sorted(paths)
         if not self.paths:
             raise DataError(f"no source of the standard library under {root}", hint="give text files instead")
-
-    def _python_files(self) -> Iterator[Path]:
-        for folder, folders, files in os.walk(self.root):
-            left_out = self.folders
-            if folder == str(self.root):
-                left_out = left_out | self.generated | {name for name in folders if name.startswith("config-")}
-            folders[:] = [name for name in folders if name not in left_out]
-            for name in files:
-                if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                    yield Path(folder, name)
 
     def identity(self) -> list[Any]:
         return [STDLIB, *_listing(self.paths)]
