@@ -255,18 +255,15 @@ def _check_known(table: Mapping[str, Any], expected: Mapping[str, Any], known: s
     """Refuse unknown keys that may affect the generated text, and known keys with an unsupported value."""
     for name, value in table.items():
         text = reprlib.repr(value)
-        if name in known or _is_off(name, value):
+        if name in _OFF and (isinstance(value, bool) or value in _OFF[name]):
+            is_off = value in _OFF[name]  # a value that llama.cpp writes for models that do not use the key
+        else:
+            numbers = value if isinstance(value, list) else [value]
+            is_off = all(isinstance(number, int | float) and number in _UNSET for number in numbers)
+        if name in known or is_off:
             continue
         if name not in expected:
             hint = "a newer version may read it"
             raise ConfigError(f"{where}.{name} is {text}, a key that is not known and may change the text", hint=hint)
         if isinstance(expected[name], bool) != isinstance(value, bool) or value != expected[name]:
             raise ConfigError(f"{where}.{name} is {text}", hint=f"only {expected[name]!r} is supported")
-
-
-def _is_off(name: str, value: Any) -> bool:
-    """Whether a key has a value that llama.cpp writes for models that do not use the key."""
-    if name in _OFF and (isinstance(value, bool) or value in _OFF[name]):
-        return value in _OFF[name]
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(number, int | float) and number in _UNSET for number in values)

@@ -85,19 +85,17 @@ def parts_of(model: nn.Module, architecture: Architecture, config: Mapping[str, 
             stems[name] = ("output", "output")
         if name not in stems or (set(own) - {"weight", "bias"} and quantized.matrix(module) is None):
             raise ConfigError(f"llama.cpp's {architecture.name} has no tensor for `{name}` ({', '.join(own)})")
-        yield TensorRows(name, *stems[name], 0, _row_count(module))
+        if isinstance(module, quantized.Quantized):
+            rows = module.rows
+        else:
+            matrix = quantized.matrix(module)
+            rows = len(cast(Any, module).weight if matrix is None else matrix)
+        yield TensorRows(name, *stems[name], 0, rows)
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The names and parameters that belong to a module itself and not to its submodules."""
     return list(module.named_parameters(recurse=False))
-
-
-def _row_count(module: Any) -> int:
-    if isinstance(module, quantized.Quantized):
-        return module.rows
-    matrix = quantized.matrix(module)
-    return len(module.weight if matrix is None else matrix)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
