@@ -197,26 +197,20 @@ async def serve(
         waiting = asyncio.create_task(stop.wait())
         await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        await _drain(app, hurry)
+        app.stopping = True
+        if app.worker.unfinished:
+            log.info("the server is stopping: %d running texts have %g s to end", app.worker.unfinished, settings.grace)
+        end = loop.time() + settings.grace
+        while app.worker.unfinished and loop.time() < end and not hurry.is_set():
+            await asyncio.sleep(0.02)
+        app.worker.cancel_all()
+        while app.worker.unfinished and app.worker.alive and loop.time() < end + LAST:
+            await asyncio.sleep(0.02)
         server.should_exit = True
         await running
     finally:
         for number in SIGNALS if handled else ():
             loop.remove_signal_handler(number)
-
-
-async def _drain(app: App, hurry: asyncio.Event) -> None:
-    """Refuse new requests, wait for running texts, and cut off the texts that are unfinished after the grace period."""
-    app.stopping = True
-    if app.worker.unfinished:
-        log.info("the server is stopping: %d running texts have %g s to end", app.worker.unfinished, app.settings.grace)
-    loop = asyncio.get_running_loop()
-    end = loop.time() + app.settings.grace
-    while app.worker.unfinished and loop.time() < end and not hurry.is_set():
-        await asyncio.sleep(0.02)
-    app.worker.cancel_all()
-    while app.worker.unfinished and app.worker.alive and loop.time() < end + LAST:
-        await asyncio.sleep(0.02)
 
 
 @contextmanager
