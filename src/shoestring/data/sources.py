@@ -213,19 +213,13 @@ def _pieces(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
     with readable(path), open_text(path) as file:
         offset, rest = 0, b""
         while block := rest + file.read(size - len(rest)):
-            end = len(block) if len(block) < size else _cut(block)
+            end = len(block) if len(block) < size else block.rfind(b"\n") + 1
+            if not end:  # no line break: cut before the last character, which may be incomplete
+                # Bytes 10xxxxxx continue a UTF-8 character, which has at most four.
+                starts = (at for at in range(len(block) - 1, max(0, len(block) - 4), -1) if block[at] & 0xC0 != 0x80)
+                end = next(starts, len(block))
             yield offset, block[:end]
             offset, rest = offset + end, block[end:]
-
-
-def _cut(block: bytes) -> int:
-    """The offset at which a block is cut: after its last line break or, if it has none, before its last character,
-    which may be incomplete."""
-    if end := block.rfind(b"\n") + 1:
-        return end
-    # Bytes 10xxxxxx continue a UTF-8 character, which has at most four.
-    starts = (at for at in range(len(block) - 1, max(0, len(block) - 4), -1) if block[at] & 0xC0 != 0x80)
-    return next(starts, len(block))
 
 
 def _text(path: Path, block: bytes, offset: int) -> str:

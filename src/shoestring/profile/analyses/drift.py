@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoestring.figures import nanoseconds, seconds
 from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest
@@ -36,7 +35,10 @@ def drifts(reading: Reading) -> Iterator[Finding]:
     # processor seconds per step in each twelfth of the steps
     ends = np.linspace(steps[0], steps[-1], FEWEST + 1)
     times = np.diff(np.interp(ends, steps, processor)) / np.diff(ends)
-    if not _grows(times):
+    # the times must grow from quarter to quarter, by `GROWTH` in all, and correlate with the number of the step
+    quarters = times.reshape(4, -1).mean(1)
+    correlation = np.corrcoef(np.arange(len(times)), np.argsort(np.argsort(times)))[0, 1]
+    if not ((np.diff(quarters) > 0).all() and quarters[3] >= GROWTH * quarters[0] and correlation >= ORDERLY):
         return
     count = int(steps[-1] - steps[0])
     # growth of the step time from the first to the last step, by the Theil-Sen estimator: the median of pairwise slopes
@@ -48,7 +50,7 @@ def drifts(reading: Reading) -> Iterator[Finding]:
     if not calls:
         return
     place = costliest(calls).place
-    first, *_, last = times.reshape(4, -1).mean(1)
+    first, *_, last = quarters
     nodes = [call.node for call in calls]
     saves = reading.gain("drift", drifted, nodes)
     if saves.expected < MATTERS:
@@ -65,15 +67,6 @@ def drifts(reading: Reading) -> Iterator[Finding]:
         saves,
         nodes,
     )
-
-
-def _grows(times: NDArray[np.float64]) -> bool:
-    """Whether step times grow from quarter to quarter, in total by the ratio `GROWTH`, and correlate with time."""
-    quarters = times.reshape(4, -1).mean(1)
-    ranks = np.argsort(np.argsort(times))
-    ordered = bool((np.diff(quarters) > 0).all())
-    correlated = np.corrcoef(np.arange(len(times)), ranks)[0, 1] >= ORDERLY
-    return ordered and quarters[3] >= GROWTH * quarters[0] and bool(correlated)
 
 
 def _growing(reading: Reading, drifted: float) -> list[OperatorCall]:

@@ -113,18 +113,13 @@ def _added(statement: ast.stmt) -> ast.expr | None:
         target = statement.targets[0]
         if isinstance(target, ast.Subscript):
             return value
-        if isinstance(target, ast.Name | ast.Attribute) and _adds_to(target, value):
-            return value
+        if isinstance(target, ast.Name | ast.Attribute):  # the new value is the old one plus another, or holds it
+            parts = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
+            if called(value) & {"cat", "concatenate", "stack", "vstack", "hstack"}:
+                parts = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
+            if ast.unparse(target) in map(ast.unparse, parts):
+                return value
     return None
-
-
-def _adds_to(target: ast.expr, value: ast.expr) -> bool:
-    """Whether `value` is the old value of `target` plus another value."""
-    itself = ast.unparse(target)
-    parts = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
-    if called(value) & {"cat", "concatenate", "stack", "vstack", "hstack"}:
-        parts = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
-    return any(ast.unparse(part) == itself for part in parts)
 
 
 def _is_number(value: ast.expr) -> bool:
