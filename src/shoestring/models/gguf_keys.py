@@ -93,7 +93,16 @@ def keys_of(architecture: Architecture, config: Mapping[str, Any], usual: Mappin
         ConfigError: llama.cpp does not support such a model.
     """
     entries = normal(architecture, config)
-    _check_computed(architecture, config, usual)
+    # Refuse entries and values that llama.cpp does not support.
+    known = {architecture.entry(key.entry) for key in architecture.keys}
+    known |= {*architecture.fixed, *architecture.ignored, *architecture.present, *_NO_COMPUTATION}
+    for name, value in config.items():
+        values = architecture.fixed.get(name, (value,))
+        if name not in known and not name.endswith(_NO_COMPUTATION_ENDS):
+            values = (usual.get(name),)
+        if value not in values:
+            text = reprlib.repr(value)
+            raise ConfigError(f"llama.cpp's {architecture.name} does not compute models with {name} = {text}")
     keys: dict[str, Any] = {"vocab_size": entries["vocab_size"], **architecture.constants}
     for key in architecture.keys:
         value = entries.get(key.entry)
@@ -131,19 +140,6 @@ def layer_types(period: int, layers: int) -> list[str]:
     """Attention type of each layer, where the last layer of each `period` has full attention and the others a sliding
     window."""
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
-
-
-def _check_computed(architecture: Architecture, config: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Refuse a configuration with entries or values that llama.cpp does not support."""
-    known = {architecture.entry(key.entry) for key in architecture.keys}
-    known |= {*architecture.fixed, *architecture.ignored, *architecture.present, *_NO_COMPUTATION}
-    for name, value in config.items():
-        values = architecture.fixed.get(name, (value,))
-        if name not in known and not name.endswith(_NO_COMPUTATION_ENDS):
-            values = (usual.get(name),)
-        if value not in values:
-            text = reprlib.repr(value)
-            raise ConfigError(f"llama.cpp's {architecture.name} does not compute models with {name} = {text}")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -28,12 +28,28 @@ def growths(reading: Reading) -> Iterator[Finding]:
     grown = held[-1] - held[0] if held else 0
     if len(held) < FEWEST or grown < max(LEAST, SHARE * held[-1]) or not rising(list(map(float, held))):
         return
-    keepers = sorted(_keepers(reading, _step_lines(reading)), key=lambda keeper: -keeper[1])
+    # Statements in the loop over steps that add to a longer-lived object, scored by the size of what they add.
+    lines, functions = _step_lines(reading)
+    bytes_of = {call.place: 0 for call in reading.calls}
+    for call in reading.calls:
+        bytes_of[call.place] += int(reading.tree.bytes[call.node])
+    keepers: list[tuple[Place, float]] = []
+    for file in reading.profile.sources:
+        text = reading.syntax(file)
+        for statement in text.statements if text else ():
+            assert text is not None
+            function, place = text.function(statement), (file, statement.lineno)
+            added = _added(statement)
+            ran_here = place in lines or (file, getattr(function, "name", "<module>")) in functions
+            if added is None or not ran_here or _is_number(added) or not _outlives(text, function, statement):
+                continue
+            sizes = [bytes_of.get((file, line), 0) for line in _made_at(function, added)]
+            keepers.append((place, float(max(sizes, default=0)) + ("detach" not in called(added))))
     if not keepers:
         return
     yield reading.finding(
         "memory grows with every step",
-        keepers[0][0],
+        max(keepers, key=lambda keeper: keeper[1])[0],
         f"The process held {figures.memory(held[0])} after a quarter of the time and {figures.memory(held[-1])} at the"
         " end, and"
         " rose throughout; this line keeps what each step made.",
@@ -79,26 +95,6 @@ def _step_lines(reading: Reading) -> tuple[set[Place], set[tuple[str, str]]]:
         if head[node] == chosen and tree.kind[node] == NodeKind.PYTHON and tree.place(node) not in lines
     }
     return lines, functions
-
-
-def _keepers(reading: Reading, steps: tuple[set[Place], set[tuple[str, str]]]) -> Iterator[tuple[Place, float]]:
-    """Yield (place, score) of statements in the loop over steps that add to a longer-lived object, scored by size."""
-    lines, functions = steps
-    bytes_of = {call.place: 0 for call in reading.calls}
-    for call in reading.calls:
-        bytes_of[call.place] += int(reading.tree.bytes[call.node])
-    for file in reading.profile.sources:
-        text = reading.syntax(file)
-        for statement in text.statements if text else ():
-            assert text is not None
-            function = text.function(statement)
-            name = getattr(function, "name", "<module>")
-            added = _added(statement)
-            ran_here = (file, statement.lineno) in lines or (file, name) in functions
-            if added is None or not ran_here or _is_number(added) or not _outlives(text, function, statement):
-                continue
-            sizes = [bytes_of.get((file, line), 0) for line in _made_at(function, added)]
-            yield (file, statement.lineno), float(max(sizes, default=0)) + ("detach" not in called(added))
 
 
 def _added(statement: ast.stmt) -> ast.expr | None:
