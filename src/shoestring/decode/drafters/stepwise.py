@@ -45,14 +45,14 @@ class StepwiseDrafter(Drafter):
             logits = self._read({rows[index].slot: fresh[index] for index in asked})
             positions = []
             for index in asked:
-                row, drawn = rows[index], drafts[index]
-                text = (
-                    [*row.history, *(token for drawing in drawn for token in drawing.tokens)] if drawn else row.history
-                )
-                seed, start = row.request.sampling.seed, len(row.history)
-                # With invariant verification, these are the random numbers of plain decoding.
-                purpose = (Purpose.TEXT, len(text)) if self.invariant else (Purpose.DRAFT, len(text), start)
-                positions.append(Positions(logits[row.slot], text, row.request.sampling, [key(seed, *purpose)]))
+                row, drafted = rows[index], [token for drawn in drafts[index] for token in drawn.tokens]
+                sampling, start = row.request.sampling, len(row.history)
+                text = [*row.history, *drafted] if drafted else row.history  # the history is copied only if it must be
+                if self.invariant:
+                    own = key(sampling.seed, Purpose.TEXT, len(text))
+                else:
+                    own = key(sampling.seed, Purpose.DRAFT, len(text), start)
+                positions.append(Positions(logits[row.slot], text, sampling, [own]))
             for index, drawn in zip(asked, draw(positions), strict=True):
                 drafts[index].append(drawn)
                 fresh[index] = drawn.tokens
