@@ -189,8 +189,10 @@ def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
             name = path.rpartition("/")[2]
             if (origin is not own and own.opcode != "fusion") or not name or name.endswith((")", "]")):
                 name = own.opcode or "unknown"
-            operation = Operation(name, stack, _boundary(stack, path), "transpose(" in path)
-            program.operations[instruction] = operation
+            jitted = _JITTED.findall(path)[:1]  # the outermost jitted function
+            functions = (place.rpartition("\t")[2].rpartition(".")[2] for place, _ in stack)
+            inside = next((depth for depth, function in enumerate(functions) if function in jitted), -1)
+            program.operations[instruction] = Operation(name, stack, inside, "transpose(" in path)
     return program
 
 
@@ -217,12 +219,3 @@ def _frames(text: str) -> dict[int, Frames]:
             number, location, parent = int(row[1]), int(row[2]), int(row[3] or 1) - 1
             stacks[number] = (*stacks.get(parent, ()), *((locations[location],) if location in locations else ()))
     return stacks
-
-
-def _boundary(frames: Frames, path: str) -> int:
-    """Index in `frames` of the outermost jitted function in an operation's `path`; -1 if it is not in `frames`."""
-    for name in _JITTED.findall(path)[:1]:
-        for depth, (place, _) in enumerate(frames):
-            if place.rpartition("\t")[2].rpartition(".")[2] == name:
-                return depth
-    return -1
