@@ -285,7 +285,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
         samples = f"{len(self):,} samples of {self.sequence} tokens, which are {figures.percent(full)} full"
         yield f"{self.documents:,} chats in {samples}"
         if self.cut:
-            without = f", and {self.left_out} are left out, for no answer remains" if self.left_out else ""
+            without = f"; {self.left_out} are left out, because none of their answers remains" if self.left_out else ""
             yield f"{self.cut} chats are longer than data.sequence and are cut{without}"
 
     def __len__(self) -> int:

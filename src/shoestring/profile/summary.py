@@ -93,7 +93,7 @@ def _headline(profile: Profile) -> Iterator[str]:
         yield f"{least} took least, {nanoseconds(times[least])}, and {longest} longest, {nanoseconds(times[longest])}"
     beside = int(tree.inclusive[0]) - (facts.seconds - facts.overhead) * 1e9
     if beside > _NOTABLE * tree.inclusive[0]:
-        yield f"other threads worked beside the first for {nanoseconds(beside)}, which lines and operators include"
+        yield f"lines and operators include {nanoseconds(beside)} of other threads, which ran at the same time"
     if device := int(tree.device.sum()):
         yield f"{nanoseconds(device)} on the accelerator"
     if facts.share < 1:

@@ -51,8 +51,7 @@ def growths(reading: Reading) -> Iterator[Finding]:
         "memory grows with every step",
         max(keepers, key=lambda keeper: keeper[1])[0],
         f"The process held {figures.memory(held[0])} after a quarter of the time and {figures.memory(held[-1])} at the"
-        " end, and"
-        " rose throughout; this line keeps what each step made.",
+        " end, and its memory grew all the time; this line keeps results of every step.",
         "Keep numbers instead of tensors (item()), or detach() what is kept from the graph that made it, or bound what"
         " is kept to the last few.",
         None,
