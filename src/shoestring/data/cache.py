@@ -324,20 +324,21 @@ class Cached(Dataset[Any]):
             self._pool = ThreadPoolExecutor(THREADS, "shoestring-data")
         if self.shared is not None:
             indices = np.array(indices)[self.shared.entries["length"][[*indices]] == 0].tolist()
+
+        def fetch(index: int) -> None:
+            try:
+                if not self._is_cached(index):
+                    self._fill(index)
+                    self.counts.ahead += 1
+            except Exception as error:  # raised again when the sample is used
+                log.debug("sample %d could not be fetched ahead: %s", index, error)
+            finally:
+                self._wanted.discard(index)
+
         for index in indices:
             if index not in self._wanted and not self._is_cached(index):
                 self._wanted.add(index)
-                self._pool.submit(self._fetch_ahead, index)
-
-    def _fetch_ahead(self, index: int) -> None:
-        try:
-            if not self._is_cached(index):
-                self._fill(index)
-                self.counts.ahead += 1
-        except Exception as error:  # raised again when the sample is used
-            log.debug("sample %d could not be fetched ahead: %s", index, error)
-        finally:
-            self._wanted.discard(index)
+                self._pool.submit(fetch, index)
 
     def close(self) -> None:
         """Close the cache: the memory is freed when the last process on the host closes it; the disk cache remains."""

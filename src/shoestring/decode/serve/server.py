@@ -108,15 +108,16 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch()
         elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self.patience, self._expire)
 
-    def _expire(self) -> None:
-        self._deadline = None
-        unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the client is still reading the last answer
-            self._watch()
-        else:
-            self.transport.abort()
+            def expire() -> None:
+                self._deadline = None
+                unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+                if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the last answer is still being read
+                    self._watch()
+                else:
+                    self.transport.abort()
+
+            self._deadline = self.loop.call_later(self.patience, expire)
 
     def _unwatch(self) -> None:
         if self._deadline is not None:
