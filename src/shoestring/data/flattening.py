@@ -20,7 +20,6 @@ from shoestring.core.errors import DataError
 
 _ALIGNED = 64
 _LENGTH = struct.Struct("<Q")
-_parse_description = lru_cache(maxsize=64)(json.loads)
 
 
 def to_bytes(sample: Any) -> bytes:
@@ -79,6 +78,11 @@ def from_bytes(raw: bytearray | memoryview) -> Any:
     try:
         (length,) = _LENGTH.unpack_from(raw)
         begin = _LENGTH.size + length
-        return build(_parse_description(bytes(memoryview(raw)[_LENGTH.size : begin])), begin)
+        return build(_description(bytes(memoryview(raw)[_LENGTH.size : begin])), begin)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error) as error:
         raise DataError(f"a cached sample is damaged: {error}", hint="delete the cache") from error
+
+
+@lru_cache(maxsize=64)
+def _description(head: bytes) -> dict[str, Any]:
+    return json.loads(head)
