@@ -49,7 +49,20 @@ def with_template(tokenizer: Tokenizer, named: str) -> Tokenizer:
             return tokenizer
         named = "chatml" if _knows_chatml(tokenizer) else "plain"
         _warn(f'the model has no chat template, so chats are written as data.template = "{named}" does')
-    tokenizer.companions[_FILE] = _content(tokenizer, named)
+    if named == "chatml" and not _knows_chatml(tokenizer):
+        hint = 'set data.template = "plain", which needs no tokens of its own'
+        raise DataError(f"the tokenizer has no {' and no '.join(_CHATML)}", hint=hint)
+    if named in TEMPLATES:
+        end = tokenizer.engine.id_to_token(tokenizer.end_of_text) if named == "plain" else ""
+        content = TEMPLATES[named].replace("END", end or "").encode()
+    else:
+        try:
+            content = foreign.read_bytes(Path(named))
+        except OSError as error:
+            close = nearest(named, TEMPLATES) if "." not in named and "/" not in named else ""
+            hint = close or f"give the path of a Jinja file, or {' or '.join(TEMPLATES)}"
+            raise DataError(f"cannot read the chat template `{named}`: {error.strerror}", hint=hint) from error
+    tokenizer.companions[_FILE] = content
     # A model would have to write a marker that is no token letter by letter.
     markers = dict.fromkeys(_MARKER.findall(template_source(tokenizer) or ""))
     for marker in [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None][:1]:
@@ -59,21 +72,6 @@ def with_template(tokenizer: Tokenizer, named: str) -> Tokenizer:
             'data.template = "plain" needs no tokens of its own'
         )
     return tokenizer
-
-
-def _content(tokenizer: Tokenizer, named: str) -> bytes:
-    if named == "chatml" and not _knows_chatml(tokenizer):
-        hint = 'set data.template = "plain", which needs no tokens of its own'
-        raise DataError(f"the tokenizer has no {' and no '.join(_CHATML)}", hint=hint)
-    if named in TEMPLATES:
-        end = tokenizer.engine.id_to_token(tokenizer.end_of_text) if named == "plain" else ""
-        return TEMPLATES[named].replace("END", end or "").encode()
-    try:
-        return foreign.read_bytes(Path(named))
-    except OSError as error:
-        close = nearest(named, TEMPLATES) if "." not in named and "/" not in named else ""
-        hint = close or f"give the path of a Jinja file, or {' or '.join(TEMPLATES)}"
-        raise DataError(f"cannot read the chat template `{named}`: {error.strerror}", hint=hint) from error
 
 
 def _knows_chatml(tokenizer: Tokenizer) -> bool:

@@ -163,31 +163,26 @@ class Shared:
             if taken + len(raw) > room or not raw:
                 return False
             _HEAD.pack_into(self.memory, 0, magic, samples, room, taken + len(raw))
-        if not self._write(raw, self.table + taken):
-            return False
-        self.entries["offset"][number] = taken
-        self.entries["crc"][number] = folded_crc32(np.frombuffer(raw, np.uint8))
-        # The length is written last, because readers regard an entry with a length as complete.
-        self.entries["length"][number] = len(raw)
-        return True
-
-    def _write(self, raw: bytes, begin: int) -> bool:
-        """Write an entry's bytes; returns whether the file system had room. If the file system is full, the cache
-        stores no more entries."""
-        view = memoryview(raw)
+        view, begin = memoryview(raw), self.table + taken
         try:
             space = os.fstatvfs(self.file)
             if space.f_bavail * space.f_frsize < len(raw) + min(space.f_blocks * space.f_frsize // 4, _SPARE):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             while view and (done := os.pwrite(self.file, view, begin)):
                 view, begin = view[done:], begin + done
-        except OSError as error:
+        except OSError as error:  # the file system is full, so the cache stores no more entries
             with self._alone():
                 magic, samples, room, taken = _HEAD.unpack_from(self.memory)
                 _HEAD.pack_into(self.memory, 0, magic, samples, min(room, taken), taken)
             if room > taken:
                 _warn_of_less_room(error, taken, self.room)
-        return not view
+        if view:
+            return False
+        self.entries["offset"][number] = taken
+        self.entries["crc"][number] = folded_crc32(np.frombuffer(raw, np.uint8))
+        # The length is written last, because readers regard an entry with a length as complete.
+        self.entries["length"][number] = len(raw)
+        return True
 
     def give_back(self) -> None:
         """Free the memory and stop storing entries, in all processes that share the cache.
@@ -329,20 +324,21 @@ class Cached(Dataset[Any]):
             self._pool = ThreadPoolExecutor(THREADS, "shoestring-data")
         if self.shared is not None:
             indices = np.array(indices)[self.shared.entries["length"][[*indices]] == 0].tolist()
+
+        def fetch(index: int) -> None:
+            try:
+                if not self._is_cached(index):
+                    self._fill(index)
+                    self.counts.ahead += 1
+            except Exception as error:  # raised again when the sample is used
+                log.debug("sample %d could not be fetched ahead: %s", index, error)
+            finally:
+                self._wanted.discard(index)
+
         for index in indices:
             if index not in self._wanted and not self._is_cached(index):
                 self._wanted.add(index)
-                self._pool.submit(self._fetch_ahead, index)
-
-    def _fetch_ahead(self, index: int) -> None:
-        try:
-            if not self._is_cached(index):
-                self._fill(index)
-                self.counts.ahead += 1
-        except Exception as error:  # raised again when the sample is used
-            log.debug("sample %d could not be fetched ahead: %s", index, error)
-        finally:
-            self._wanted.discard(index)
+                self._pool.submit(fetch, index)
 
     def close(self) -> None:
         """Close the cache: the memory is freed when the last process on the host closes it; the disk cache remains."""

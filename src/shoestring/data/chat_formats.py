@@ -106,7 +106,14 @@ def parse_record(record: Mapping[str, Any], name: str, where: str) -> Parsed:
     Raises:
         DataError: the format is unknown, or a part of the record is invalid.
     """
-    values = {key: value for key, value in without_nulls(_renamed(record, name, where)).items() if value is not None}
+    if names := field_names(name):
+        for other in names.values():
+            if other not in record:
+                raise DataError(f"{where}: no field {other!r}", hint=f"data.field: {nearest(other, record)}")
+        # Of the other fields, only those that all formats share are read.
+        common = ("tools", "functions", "documents", "chat_template_kwargs", "weight", "mask", "system")
+        record = {key: record[key] for key in common if key in record} | {key: record[n] for key, n in names.items()}
+    values = {key: value for key, value in without_nulls(record).items() if value is not None}
     known = format_of(values)
     if not known:
         listed = ", ".join(f"`{key}`" for key in list(values)[:8]) or "none"
@@ -181,19 +188,6 @@ def columns_of(name: str) -> tuple[str, ...]:
     return (*KEYS, *field_names(name).values())
 
 
-def _renamed(record: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    """Rename a record's fields to the keys of its format; only the fields that `data.field` names and the keys common
-    to all formats are kept."""
-    names = field_names(name)
-    if not names:
-        return record
-    for other in names.values():
-        if other not in record:
-            raise DataError(f"{where}: no field {other!r}", hint=f"data.field: {nearest(other, record)}")
-    common = ("tools", "functions", "documents", "chat_template_kwargs", "weight", "mask", "system")
-    return {key: record[key] for key in common if key in record} | {key: record[n] for key, n in names.items()}
-
-
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 
@@ -231,10 +225,6 @@ def _from_prompt(values: Mapping[str, Any], where: str) -> ChatRecord:
     return ChatRecord(
         "prompt-completion", [*system, *prompt, *completion], read_arguments(values, where), is_weighted(values, where)
     )
-
-
-def _from_text(values: Mapping[str, Any], where: str) -> TextRecord:
-    return TextRecord(checked_text(values["text"], where, "text"))
 
 
 def _from_preference(values: Mapping[str, Any], where: str) -> PreferencePair:
@@ -275,7 +265,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any], str], Parsed]] = {
     "sharegpt": _from_messages,
     "alpaca": _from_alpaca,
     "prompt-completion": _from_prompt,
-    "text": _from_text,
+    "text": lambda values, where: TextRecord(checked_text(values["text"], where, "text")),
     "preference": _from_preference,
     "rated": _from_rated,
 }

@@ -106,7 +106,15 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
         hint = "give more chats, or set data.held_out = 0 to learn all"
         raise DataError("there are fewer than two different chats, so none can be held out", hint=hint)
     for name, part in zip(FILES, (train, held_out), strict=True):
-        _write_file(folder / name, part, tokenizer, recipe)
+        tokens = np.array([token for chat in part for token in chat.tokens], np.int32)
+        trained = np.array([flag for chat in part for flag in chat.trained], np.uint8)
+        starts = np.cumsum([0, *(len(chat.tokens) for chat in part)], dtype=np.int64)
+        trained[starts[:-1]] = 0  # a first token has no context to be predicted from
+        content = hashlib.sha256(tokens.tobytes() + trained.tobytes() + starts.tobytes()).hexdigest()
+        text = tokenizer.engine.decode(tokens[trained > 0].tolist(), skip_special_tokens=True)
+        summary = Summary(recipe=recipe, content=content, bytes=str(len(text.encode())))
+        tensors = {"tokens": tokens, "trained": trained, "starts": starts}
+        write_atomic(folder / name, save(tensors, asdict(summary)))
 
 
 def check_records(reader: Source, tokenizer: Tokenizer, settings: Data, characters: int) -> None:
@@ -162,17 +170,6 @@ def samples_of(record: ChatRecord, template: ConfinedTemplate, where: str) -> It
             hint = f"write the role `assistant` for `{close[0]}`"
         raise DataError(f"{where}: a chat without answers", hint=hint)
     yield from (Chat(key, tokens, trained) for tokens, trained in samples if any(trained[1:]))
-
-
-def _write_file(path: Path, chats: Sequence[Chat], tokenizer: Tokenizer, recipe: str) -> None:
-    tokens = np.array([token for chat in chats for token in chat.tokens], np.int32)
-    trained = np.array([flag for chat in chats for flag in chat.trained], np.uint8)
-    starts = np.cumsum([0, *(len(chat.tokens) for chat in chats)], dtype=np.int64)
-    trained[starts[:-1]] = 0  # a first token has no context to be predicted from
-    content = hashlib.sha256(tokens.tobytes() + trained.tobytes() + starts.tobytes()).hexdigest()
-    text = tokenizer.engine.decode(tokens[trained > 0].tolist(), skip_special_tokens=True)
-    summary = Summary(recipe=recipe, content=content, bytes=str(len(text.encode())))
-    write_atomic(path, save({"tokens": tokens, "trained": trained, "starts": starts}, asdict(summary)))
 
 
 def _header(path: Path) -> dict[str, str]:
@@ -288,7 +285,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
         samples = f"{len(self):,} samples of {self.sequence} tokens, which are {figures.percent(full)} full"
         yield f"{self.documents:,} chats in {samples}"
         if self.cut:
-            without = f", and {self.left_out} are left out, for no answer remains" if self.left_out else ""
+            without = f"; {self.left_out} are left out, because none of their answers remains" if self.left_out else ""
             yield f"{self.cut} chats are longer than data.sequence and are cut{without}"
 
     def __len__(self) -> int:

@@ -178,39 +178,34 @@ class ClientLoader:
         ]
         return [[name for name in names[rank :: self.size] if name is not None] for rank in range(self.size)]
 
-    def _begin_step(self) -> Turn:
-        """Count the next step, and return its turn."""
-        lists = self.present(self.round)
-        number = self.round
-        while self.done >= self.steps * max(map(len, lists)):
-            self.round, self.done = self.round + 1, 0
-            if self.round > number + _ROUNDS:
-                raise DataError(f"no client was present in {_ROUNDS} rounds", hint="lower data.absent")
-            lists = self.present(self.round)
-        own, (turn, within) = lists[self.rank], divmod(self.done, self.steps)
-        self.done += 1
-        client = own[turn] if turn < len(own) else ""
-        return Turn(
-            client=client,
-            samples=self.loaders[client].samples if client else 0,
-            round=self.round,
-            opens=self.done == 1,
-            first=within == 0,
-            last=within == self.steps - 1,
-            closes=self.done == self.steps * max(map(len, lists)),
-        )
-
     def __iter__(self) -> Iterator[tuple[Batch, ...]]:
         steps = {name: iter(loader) for name, loader in self.loaders.items()}
         while True:
-            self.turn = self._begin_step()
-            yield next(steps[self.turn.client]) if self.turn.client else self._first_samples()
-
-    def _first_samples(self) -> tuple[Batch, ...]:
-        """The same micro-batch of the first samples of a client, for steps that do not count."""
-        loader = next(iter(self.loaders.values()))
-        first = next(sweep(loader.dataset, batch=loader.batch // self.accumulate, collate=loader.collate))
-        return (first.batch if isinstance(first, Repeated) else first,) * self.accumulate
+            lists = self.present(self.round)
+            number = self.round
+            while self.done >= self.steps * max(map(len, lists)):  # the round is over, or no client is present in it
+                self.round, self.done = self.round + 1, 0
+                if self.round > number + _ROUNDS:
+                    raise DataError(f"no client was present in {_ROUNDS} rounds", hint="lower data.absent")
+                lists = self.present(self.round)
+            own, (turn, within) = lists[self.rank], divmod(self.done, self.steps)
+            self.done += 1
+            client = own[turn] if turn < len(own) else ""
+            self.turn = Turn(
+                client=client,
+                samples=self.loaders[client].samples if client else 0,
+                round=self.round,
+                opens=self.done == 1,
+                first=within == 0,
+                last=within == self.steps - 1,
+                closes=self.done == self.steps * max(map(len, lists)),
+            )
+            if client:
+                yield next(steps[client])
+            else:  # an idle rank repeats the first samples of one of its clients, because every rank takes every step
+                loader = next(iter(self.loaders.values()))
+                first = next(sweep(loader.dataset, batch=loader.batch // self.accumulate, collate=loader.collate))
+                yield (first.batch if isinstance(first, Repeated) else first,) * self.accumulate
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and the position of each of this rank's clients."""

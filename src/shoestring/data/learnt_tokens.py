@@ -175,16 +175,16 @@ def _unclear(messages: Sequence[Message], reason: str) -> str:
 def filled(message: Message) -> dict[str, Any]:
     """The message with each of its texts replaced by another text, or with only its content replaced if all its texts
     are empty."""
-    other = {key: value if key in NEVER_FILLED else _filled(value) for key, value in message.items()}
+
+    def other_for(value: Any) -> Any:
+        if isinstance(value, str):
+            return FILLER if value else ""
+        if isinstance(value, Mapping):
+            return {key: entry if key in NEVER_FILLED else other_for(entry) for key, entry in value.items()}
+        return [other_for(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    other = other_for(message)
     return other if other != message else {**message, "content": FILLER}
-
-
-def _filled(value: Any) -> Any:
-    if isinstance(value, str):
-        return FILLER if value else ""
-    if isinstance(value, Mapping):
-        return {key: entry if key in NEVER_FILLED else _filled(entry) for key, entry in value.items()}
-    return [_filled(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _common_beginning(*texts: str) -> str:

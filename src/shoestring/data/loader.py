@@ -215,25 +215,21 @@ class Loader:
                 yield _Places(ids[part].tolist(), (start + part).tolist(), stream)
             start += self.batch
 
-    def _fetch(self) -> Iterator[Batch]:
-        """Start iterating at the current position; worker processes persist from one iteration to the next."""
-        if self._fetcher is None:
-            self._fetcher = DataLoader(
-                cast(Any, _Fetched(_Batches(self.collate, _Identified(self.dataset).__getitems__))),
-                batch_sampler=_Endless(self._micro_batches),
-                collate_fn=_as_it_is,
-                num_workers=self.workers,
-                persistent_workers=self.workers > 0,
-                # This generator seeds the workers; torch would otherwise draw their seed from the generator of dropout.
-                generator=torch.Generator().manual_seed(seed_of("workers", self.seed, self.rank, self.consumed)),
-                multiprocessing_context=self.context if self.workers else None,
-            )
-        return iter(self._fetcher)
-
     def __iter__(self) -> Iterator[tuple[Batch, ...]]:
         while True:
+            if self._fetcher is None:  # worker processes persist from one iteration to the next
+                self._fetcher = DataLoader(
+                    cast(Any, _Fetched(_Batches(self.collate, _Identified(self.dataset).__getitems__))),
+                    batch_sampler=_Endless(self._micro_batches),
+                    collate_fn=_as_it_is,
+                    num_workers=self.workers,
+                    persistent_workers=self.workers > 0,
+                    # This generator seeds the workers; torch would draw their seed from the generator of dropout.
+                    generator=torch.Generator().manual_seed(seed_of("workers", self.seed, self.rank, self.consumed)),
+                    multiprocessing_context=self.context if self.workers else None,
+                )
             # Fetching starts again after `load_state_dict`, because the prefetched batches are then stale.
-            jumps, fetched = self._jumps, self._fetch()
+            jumps, fetched = self._jumps, iter(self._fetcher)
             while True:
                 try:
                     step = tuple(map(_checked, (next(fetched) for _ in range(self.accumulate))))

@@ -80,28 +80,25 @@ class Interleaved:
         self.sources = [Shuffled(seed + number, length) for number, length in enumerate(lengths)]
         self._number = -1
         self._block = (np.empty(0, np.int64), np.empty(0, np.int64))
+        """Two arrays (BLOCK,) for block `_number`: the source of each position, and how often this source occurs
+        earlier in the block."""
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         blocks, inside = np.divmod(positions, BLOCK)
         samples = np.empty(len(positions), np.int64)
-        for number in np.unique(blocks):
-            source_of, before = self._layout(int(number))
+        for number in map(int, np.unique(blocks)):
+            if number != self._number:
+                source_of = np.repeat(np.arange(len(self.quotas)), self.quotas)[permutation(self.seed, number, BLOCK)]
+                before = np.empty(BLOCK, np.int64)
+                for source, quota in enumerate(self.quotas):
+                    before[source_of == source] = np.arange(quota)
+                self._number, self._block = number, (source_of, before)
+            source_of, before = self._block
             for source, order in enumerate(self.sources):
                 here = np.flatnonzero((blocks == number) & (source_of[inside] == source))
                 earlier = number * self.quotas[source] + before[inside[here]]
                 samples[here] = self.offsets[source] + order.at(earlier)
         return samples
-
-    def _layout(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Two arrays (BLOCK,): the source of each position in a block, and how often this source occurs earlier in the
-        block."""
-        if number != self._number:
-            source_of = np.repeat(np.arange(len(self.quotas)), self.quotas)[permutation(self.seed, number, BLOCK)]
-            before = np.empty(BLOCK, np.int64)
-            for source, quota in enumerate(self.quotas):
-                before[source_of == source] = np.arange(quota)
-            self._number, self._block = number, (source_of, before)
-        return self._block
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:

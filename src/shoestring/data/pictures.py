@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,7 +44,16 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
             if picture.width * picture.height > _PIXELS:
                 raise ValueError(f"it has {picture.width:,} × {picture.height:,} pixels")
             picture = ImageOps.exif_transpose(picture)
-            pixels = _pixels(picture, "L" if channels == 1 else "RGB")
+            if picture.mode.startswith("I"):  # 16-bit integers; Pillow would clip them at 255
+                values = np.asarray(picture).astype(np.int64)
+                upper = values >> 8 if values.max(initial=0) > 255 else values
+                picture = Image.fromarray(upper.clip(0, 255).astype(np.uint8))
+            elif picture.mode == "F":
+                raise ValueError("its pixels are real numbers")
+            elif picture.has_transparency_data:
+                white = Image.new("RGBA", picture.size, "white")
+                picture = Image.alpha_composite(white, picture.convert("RGBA"))
+            pixels = np.asarray(picture.convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # a damaged file may raise any error in a decoder
         words = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
         if isinstance(error, UnidentifiedImageError):  # the error's own text contains a memory address
@@ -52,20 +61,3 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
         raise DataError(f"`{path}` is no picture that can be read: {foreign.one_line(words)[:200]}") from error
     tensor = torch.from_numpy(pixels.copy())
     return tensor[None] if channels == 1 else tensor.permute(2, 0, 1).contiguous()
-
-
-def _pixels(picture: Any, mode: str) -> np.ndarray:
-    """The pixels of a Pillow image as bytes, in the mode "L" or "RGB"."""
-    from PIL import Image
-
-    if picture.mode.startswith("I"):  # 16-bit integers; Pillow would clip them at 255
-        values = np.asarray(picture).astype(np.int64)
-        picture = Image.fromarray(
-            (values >> 8 if values.max(initial=0) > 255 else values).clip(0, 255).astype(np.uint8)
-        )
-    elif picture.mode == "F":
-        raise ValueError("its pixels are real numbers")
-    elif picture.has_transparency_data:
-        white = Image.new("RGBA", picture.size, "white")
-        picture = Image.alpha_composite(white, picture.convert("RGBA"))
-    return np.asarray(picture.convert(mode))

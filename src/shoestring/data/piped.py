@@ -47,34 +47,27 @@ def spool(source: str, folder: Path) -> str:
         return str(copy)
     log.info("data: reading %s to its end", "the standard input" if source == STANDARD_INPUT else source)
     folder.mkdir(parents=True, exist_ok=True)
+    origin, hint = "/dev/stdin" if source == STANDARD_INPUT else source, "pipe data into it, or name a file"
+    try:
+        descriptor = os.open(origin, os.O_RDONLY | os.O_CLOEXEC)  # own file: a pipe that the user names
+    except OSError as error:
+        raise DataError(f"cannot read {origin}: {error.strerror}", hint=hint) from error
     part = folder / f".{name}-{secrets.token_hex(4)}"
     try:
-        _copy("/dev/stdin" if source == STANDARD_INPUT else source, part)
-        copy = folder / f"{name}{_suffixes(Path(source), part)}"
+        with os.fdopen(descriptor, "rb") as stream, part.open("xb") as file:
+            if stream.isatty():
+                raise DataError(f"{origin} is a terminal", hint=hint)
+            shutil.copyfileobj(stream, file)
+        pipe = Path(source)
+        if kind_of(pipe) or pipe.suffix.lower() in COMPRESSIONS:
+            suffixes = "".join(pipe.suffixes[-2:])
+        else:
+            compressed, head = compression_of(part), b""
+            with suppress(OSError, ValueError), open_text(part, compressed) as file:
+                head = file.read(1 << 12)
+            suffixes = (".json" if _RECORDS.match(head.decode("utf-8", "replace")) else ".txt") + compressed
+        copy = folder / f"{name}{suffixes}"
         part.replace(copy)
     finally:
         part.unlink(missing_ok=True)
     return str(copy)
-
-
-def _copy(source: str, target: Path) -> None:
-    try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)  # own file: a pipe that the user names
-        with os.fdopen(descriptor, "rb") as pipe, target.open("xb") as file:
-            if pipe.isatty():
-                raise DataError(f"{source} is a terminal", hint="pipe data into it, or name a file")
-            shutil.copyfileobj(pipe, file)
-    except OSError as error:
-        if error.filename != source:
-            raise
-        raise DataError(f"cannot read {source}: {error.strerror}", hint="pipe data into it, or name a file") from error
-
-
-def _suffixes(source: Path, copy: Path) -> str:
-    """The suffixes for a copy: the suffixes of the pipe's name, or else suffixes that fit the content."""
-    if kind_of(source) or source.suffix.lower() in COMPRESSIONS:
-        return "".join(source.suffixes[-2:])
-    compressed, head = compression_of(copy), b""
-    with suppress(OSError, ValueError), open_text(copy, compressed) as file:
-        head = file.read(1 << 12)
-    return (".json" if _RECORDS.match(head.decode("utf-8", "replace")) else ".txt") + compressed

@@ -308,9 +308,8 @@ class PreferenceDataset(ChatDataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples")
-        return self._packed(index) if self.packed else self._in_rows(index)
-
-    def _in_rows(self, index: int) -> dict[str, Tensor]:
+        if self.packed:
+            return self._packed(index)
         rows = self._samples[index]
         inputs, labels = np.zeros((len(rows), self._row), np.int64), np.full((len(rows), self._row), IGNORED, np.int64)
         answers = np.full((len(rows), self._row), -1, np.int64)

@@ -153,16 +153,12 @@ def _suffix_of_records(text: str) -> str:
     otherwise empty."""
     lines = [line for line in text.splitlines() if line.strip()][:2]
     cut = len(lines) == 1 and re.match(r"\s*\{\s*\"[^\"]*\"\s*:", text)  # a line longer than the text that was read
-    if cut or (lines and all(_is_object(line) for line in lines)):
-        return ".jsonl"
-    return ".json" if re.match(r"\s*\[\s*\{\s*\"", text) else ""
-
-
-def _is_object(line: str) -> bool:
     try:
-        return isinstance(foreign.parse_json(line), dict)
-    except ValueError:
-        return False
+        if cut or (lines and all(isinstance(foreign.parse_json(line), dict) for line in lines)):
+            return ".jsonl"
+    except ValueError:  # a line that is not JSON
+        pass
+    return ".json" if re.match(r"\s*\[\s*\{\s*\"", text) else ""
 
 
 def _matches(pattern: str) -> list[tuple[Path, str]]:
@@ -217,19 +213,13 @@ def _pieces(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
     with readable(path), open_text(path) as file:
         offset, rest = 0, b""
         while block := rest + file.read(size - len(rest)):
-            end = len(block) if len(block) < size else _cut(block)
+            end = len(block) if len(block) < size else block.rfind(b"\n") + 1
+            if not end:  # no line break: cut before the last character, which may be incomplete
+                # Bytes 10xxxxxx continue a UTF-8 character, which has at most four.
+                starts = (at for at in range(len(block) - 1, max(0, len(block) - 4), -1) if block[at] & 0xC0 != 0x80)
+                end = next(starts, len(block))
             yield offset, block[:end]
             offset, rest = offset + end, block[end:]
-
-
-def _cut(block: bytes) -> int:
-    """The offset at which a block is cut: after its last line break or, if it has none, before its last character,
-    which may be incomplete."""
-    if end := block.rfind(b"\n") + 1:
-        return end
-    # Bytes 10xxxxxx continue a UTF-8 character, which has at most four.
-    starts = (at for at in range(len(block) - 1, max(0, len(block) - 4), -1) if block[at] & 0xC0 != 0x80)
-    return next(starts, len(block))
 
 
 def _text(path: Path, block: bytes, offset: int) -> str:
@@ -274,19 +264,17 @@ class StandardLibrary(Source):
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.paths = sorted(self._python_files())
+        paths = []
+        for folder, folders, files in os.walk(root):
+            left_out = self.folders
+            if folder == str(root):
+                left_out = left_out | self.generated | {name for name in folders if name.startswith("config-")}
+            folders[:] = [name for name in folders if name not in left_out]  # `os.walk` enters only these
+            python = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+            paths += [Path(folder, name) for name in python]
+        self.paths = sorted(paths)
         if not self.paths:
             raise DataError(f"no source of the standard library under {root}", hint="give text files instead")
-
-    def _python_files(self) -> Iterator[Path]:
-        for folder, folders, files in os.walk(self.root):
-            left_out = self.folders
-            if folder == str(self.root):
-                left_out = left_out | self.generated | {name for name in folders if name.startswith("config-")}
-            folders[:] = [name for name in folders if name not in left_out]
-            for name in files:
-                if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                    yield Path(folder, name)
 
     def identity(self) -> list[Any]:
         return [STDLIB, *_listing(self.paths)]

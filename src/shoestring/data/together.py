@@ -74,16 +74,17 @@ def is_first_in(folder: Path, world: World) -> bool:
     """
     token = world.decide(lambda: secrets.token_hex(4))
     mark = folder / f".prepares-{token}-{world.rank}"
-    world.agree(lambda: _leave(mark) if world.local_rank == 0 else None)
+
+    def leave_mark() -> None:
+        if world.local_rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as error:
+                raise DataError(f"cannot write `{folder}`: {error.strerror}", hint="choose another folder") from error
+
+    world.agree(leave_mark)
     visible = [int(path.name.rpartition("-")[2]) for path in folder.glob(f".prepares-{token}-*")]
     world.barrier()
     mark.unlink(missing_ok=True)
     return world.local_rank == 0 and world.rank == min(visible)
-
-
-def _leave(mark: Path) -> None:
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    except OSError as error:
-        raise DataError(f"cannot write `{mark.parent}`: {error.strerror}", hint="choose another folder") from error

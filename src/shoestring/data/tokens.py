@@ -122,34 +122,27 @@ def read_header(path: Path) -> Header:
         raise DataError(f"cannot read the token file {path}: {error.strerror}", hint="check the path") from error
     if not block.startswith(MAGIC):
         raise DataError(f"{path} is not a token file", hint="a .tokens file is one that `prepare` wrote")
-    header = _parse(path, block[len(MAGIC) :])
-    expected = HEADER_BYTES + header.tokens * np.dtype(header.dtype).itemsize
-    if size != expected:
-        raise DataError(f"{path} is damaged: {size} bytes long instead of {expected}", hint=_AGAIN)
-    return header
-
-
-def _parse(path: Path, block: bytes) -> Header:
     try:
-        table: dict[str, Any] = foreign.parse_json(block)
+        table: dict[str, Any] = foreign.parse_json(block[len(MAGIC) :])
         version = table["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged: its header cannot be read", hint=_AGAIN) from error
     if version != VERSION:
         raise DataError(f"{path} has version {version} of the token format, not {VERSION}", hint=_AGAIN)
-    if set(table) != {field.name for field in fields(Header)} or not _plausible(table):
-        raise DataError(f"{path} is damaged: its header is inconsistent", hint=_AGAIN)
-    return Header(**table)
-
-
-def _plausible(table: dict[str, Any]) -> bool:
     counts = ("tokens", "bytes", "documents", "vocab_size", "skipped", "duplicates")
-    words = ("fingerprint", "tokenizer", "recipe")
-    return (
-        all(type(table[name]) is int and table[name] >= 0 for name in counts)
-        and all(isinstance(table[name], str) for name in words)
+    is_consistent = (
+        set(table) == {field.name for field in fields(Header)}
+        and all(type(table[name]) is int and table[name] >= 0 for name in counts)
+        and all(isinstance(table[name], str) for name in ("fingerprint", "tokenizer", "recipe"))
         and table["dtype"] in ("uint16", "uint32")
     )
+    if not is_consistent:
+        raise DataError(f"{path} is damaged: its header is inconsistent", hint=_AGAIN)
+    header = Header(**table)
+    expected = HEADER_BYTES + header.tokens * np.dtype(header.dtype).itemsize
+    if size != expected:
+        raise DataError(f"{path} is damaged: {size} bytes long instead of {expected}", hint=_AGAIN)
+    return header
 
 
 def _map(path: Path, header: Header) -> np.ndarray:

@@ -30,24 +30,19 @@ def changed(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
         values = torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
         logits = logits.index_add(1, tokens, values.expand(len(logits), -1))
     if changes.presence_penalty or changes.frequency_penalty:
-        logits = _less_for_generated(logits, row.text, drafted, changes.presence_penalty, changes.frequency_penalty)
+        # Tokens that were generated before are penalized, once for their presence and again for each occurrence.
+        presence, frequency = changes.presence_penalty, changes.frequency_penalty
+        counts = Counter(token for token in row.text if token < logits.shape[1])
+        penalty = torch.zeros_like(logits)
+        columns = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        penalty[:, columns] = presence + frequency * times
+        for position, token in enumerate(drafted, start=1):
+            if token < logits.shape[1]:
+                penalty[position:, token] += frequency if counts[token] else presence + frequency
+                counts[token] += 1
+        logits = logits - penalty
     if request.constraint is not None:
         allowed = request.constraint.allowed(row.text, drafted, logits.shape[1])
         logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
     return logits
-
-
-def _less_for_generated(
-    logits: Tensor, text: Sequence[int], drafted: Sequence[int], presence: float, frequency: float
-) -> Tensor:
-    """Lower the logits of tokens that were generated before: by `presence` once, and by `frequency` per occurrence."""
-    counts = Counter(token for token in text if token < logits.shape[1])
-    penalty = torch.zeros_like(logits)
-    columns = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)
-    times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-    penalty[:, columns] = presence + frequency * times
-    for position, token in enumerate(drafted, start=1):
-        if token < logits.shape[1]:
-            penalty[position:, token] += frequency if counts[token] else presence + frequency
-            counts[token] += 1
-    return logits - penalty

@@ -161,19 +161,16 @@ def verify(
     for index, chosen in zip(by_comparison, draw(positions), strict=True):
         accepted = common_prefix(drafts[index].tokens, chosen.tokens)
         verified[index] = Verified(chosen.tokens[: accepted + 1], accepted)
+    verify_draft = verify_block if verification == "block" else verify_tokens
     for index, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-        if index not in verified:
-            verified[index] = _verify_sampled(row, draft, logits[index], verification)
+        if index in verified:
+            continue
+        sampling, start, tokens = row.request.sampling, len(row.history), draft.tokens
+        p = probabilities(penalize(logits[index], [*row.history, *tokens], sampling.repetition_penalty), sampling)
+        q = one_hot(tokens, p) if draft.q is None else draft.q.to(p)
+        # These random numbers are used in this round only; see `randomness.key`.
+        coins = [uniform(sampling.seed, Purpose.ACCEPTANCE, start + step, start) for step in range(len(tokens))]
+        accepted, following = verify_draft(p, q, tokens, coins)
+        (last,) = race(following[None], [key(sampling.seed, Purpose.CORRECTION, start + accepted, start)])
+        verified[index] = Verified([*tokens[:accepted], last], accepted)
     return [verified[index] for index in range(len(rows))]
-
-
-def _verify_sampled(row: Row, draft: DraftTokens, logits: Tensor, verification: Verification) -> Verified:
-    """Verify a draft by token or block verification, with random numbers that only this round uses (see
-    `randomness.key`)."""
-    sampling, start, tokens = row.request.sampling, len(row.history), draft.tokens
-    p = probabilities(penalize(logits, [*row.history, *tokens], sampling.repetition_penalty), sampling)
-    q = one_hot(tokens, p) if draft.q is None else draft.q.to(p)
-    coins = [uniform(sampling.seed, Purpose.ACCEPTANCE, start + step, start) for step in range(len(tokens))]
-    accepted, following = (verify_block if verification == "block" else verify_tokens)(p, q, tokens, coins)
-    (last,) = race(following[None], [key(sampling.seed, Purpose.CORRECTION, start + accepted, start)])
-    return Verified([*tokens[:accepted], last], accepted)

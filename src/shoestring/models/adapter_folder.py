@@ -231,7 +231,15 @@ def _layers(tensors: Mapping[str, Tensor], config: AdapterConfig, model: nn.Modu
     stored = {
         name: LowRank(**_tensors_of(tensors, name, folder), scale=_scale(config, name, tensors)) for name in names
     }
-    _check_known(tensors, stored, folder)
+    known = {f"{_PREFIX}{name}{suffix}" for name in stored for suffix in _SUFFIXES.values()}
+    if left := sorted(set(tensors) - known):
+        more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
+        raise CheckpointError(
+            f"`{folder / WEIGHTS}` holds `{left[0]}`{more}, which belong to no adapter of a linear layer",
+            hint="adapters of embeddings are not supported",
+        )
+    if not stored:
+        raise CheckpointError(f"`{folder / WEIGHTS}` holds no adapter")
     adapters: dict[str, LowRank] = {}
     taken: set[str] = set()
     for layer, parts in parts_of(model).items():
@@ -239,7 +247,15 @@ def _layers(tensors: Mapping[str, Tensor], config: AdapterConfig, model: nn.Modu
         if of_layer:
             taken |= set(of_layer)
             module = model.get_submodule(layer)
-            _check_shapes(parts, of_layer, module)
+            rows, columns = shape_of(module)
+            for part in (part for part in parts if part.name in of_layer):
+                adapter = of_layer[part.name]
+                shape, wanted = (len(adapter.b), adapter.a.shape[1]), (len(range(*part.rows.indices(rows))), columns)
+                if shape != wanted:
+                    raise CheckpointError(
+                        f"the adapter of `{part.name}` is for a weight of shape {shape}, but this model's has {wanted}",
+                        hint="the adapter belongs to another model",
+                    )
             adapters[layer] = _joined(parts, of_layer, module)
     if left := sorted(set(stored) - taken):
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -304,18 +320,6 @@ def _is_of_module(name: str, modules: Sequence[str]) -> bool:
     return ".lora_" not in name and any(module.endswith(whole) or f"{whole}." in module for whole in modules)
 
 
-def _check_shapes(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.Module) -> None:
-    rows, columns = shape_of(layer)
-    for part in parts:
-        if (adapter := adapters.get(part.name)) is not None:
-            shape, wanted = (len(adapter.b), adapter.a.shape[1]), (len(range(*part.rows.indices(rows))), columns)
-            if shape != wanted:
-                raise CheckpointError(
-                    f"the adapter of `{part.name}` is for a weight of shape {shape}, but this model's has {wanted}",
-                    hint="the adapter belongs to another model",
-                )
-
-
 def _joined(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.Module) -> LowRank:
     """Join the adapters of a fused layer's parts (query, key and value) to one adapter of the fused layer.
 
@@ -378,16 +382,3 @@ def _scale(config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]) -> f
     own = (value for pattern, value in config.alphas.items() if pattern.match(name[:LONGEST]))
     alpha = next(own, config.alpha)
     return alpha / (rank**0.5 if config.root else rank)
-
-
-def _check_known(tensors: Mapping[str, Tensor], adapters: Mapping[str, LowRank], folder: Path) -> None:
-    """Raise CheckpointError if the file holds no adapters, or tensors that belong to none."""
-    known = {f"{_PREFIX}{name}{suffix}" for name in adapters for suffix in _SUFFIXES.values()}
-    if left := sorted(set(tensors) - known):
-        more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
-        raise CheckpointError(
-            f"`{folder / WEIGHTS}` holds `{left[0]}`{more}, which belong to no adapter of a linear layer",
-            hint="adapters of embeddings are not supported",
-        )
-    if not adapters:
-        raise CheckpointError(f"`{folder / WEIGHTS}` holds no adapter")

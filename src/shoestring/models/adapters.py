@@ -110,21 +110,16 @@ class Adapted:
         low = F.linear(inner, b) * self.scale
         if self.squares is None:
             return y + low
-        factor = (layer.lora_magnitude / self._norms(layer)).to(y.dtype)
+        # The squared norm ‖W + s B A‖² of each row. Expanding the square needs only W Aᵀ and the norms of W, so no
+        # matrix of the weight's size is allocated.
+        with torch.no_grad(), torch.autocast(layer.lora_A.device.type, enabled=False):
+            a, exact_b = layer.lora_A, layer.lora_B
+            crossed = matrix(layer).to(a.dtype) @ a.T  # N r
+            added = ((2 * self.scale * crossed + self.scale**2 * (exact_b @ (a @ a.T))) * exact_b).sum(1)
+            squares = self.squares + added
+        factor = (layer.lora_magnitude / squares.clamp_min(0).sqrt()).to(y.dtype)
         plain = y if layer.bias is None else y - layer.bias
         return y + (factor - 1) * plain + factor * low
-
-    def _norms(self, layer: Any) -> Tensor:
-        """The norm ‖W + s B A‖ of each row of the adapted weight.
-
-        Expanding the square needs only W Aᵀ and the norms of W, so no matrix of the weight's size is allocated.
-        """
-        assert self.squares is not None
-        with torch.no_grad(), torch.autocast(layer.lora_A.device.type, enabled=False):
-            a, b = layer.lora_A, layer.lora_B
-            crossed = matrix(layer).to(a.dtype) @ a.T  # N r
-            squares = self.squares + ((2 * self.scale * crossed + self.scale**2 * (b @ (a @ a.T))) * b).sum(1)
-        return squares.clamp_min(0).sqrt()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -195,17 +195,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Context in which `use_cache` of a model's configuration is off, as it is in training."""
-    config: Any = model.config
-    caching, config.use_cache = getattr(config, "use_cache", None), False
-    try:
-        yield
-    finally:
-        config.use_cache = caching
-
-
 # -- observations ------------------------------------------------------------------------------------------------------
 
 
@@ -216,9 +205,13 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
     carried = carried_by(model, lambda: outputs.append(model(input_ids=tokens[None], use_cache=True)))
     texts = reference_of(model, tokens, carried)
     argument, windows = cache_argument(model, outputs[0]), sorted(set(shrunken.scaled.values()))
-    with _without_cache(model):
+    config: Any = model.config
+    caching, config.use_cache = getattr(config, "use_cache", None), False  # off, as in training
+    try:
         fault = packing_difference(model, int(tokens.max()) + 1, length)
         sharing = sharing_difference(model, int(tokens.max()) + 1, length)
+    finally:
+        config.use_cache = caching
     facts: dict[str, Any] = {
         "argument": argument,
         "windows": windows,
@@ -234,11 +227,16 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
     if not why and not carried:
         fast = copied and not trial(partial(check_native, model, texts))
         return Behaviour(cache="ours", carried=[], switches=[], native_layers=fast, **facts)
+    older = ["cache_position"] if "cache_position" in inspect.signature(model.forward).parameters else []
+    limits = [(), *((limit,) for limit in sorted(shrunken.scaled))]
+    # The cheapest ways to use a cache come first.
+    ways = list(product((False, True), ("", "position_ids", *older), (True, False), (True, False), limits))
     reason = ""
     for by_prefix in (False, True):
         if by_prefix:  # in some releases, `generate` continues a text wrongly where its positions are rescaled
             texts = reference_of(model, tokens, carried, by_prefix=True)
-        for own in _ways(model, argument, carried, shrunken.scaled):
+        for made, positions, pieces, crops, switches in ways:
+            own = OwnCache(argument, made, positions, pieces, crops, switches, carried)
             if not (reason := trial(partial(check_own, model, own, texts))):
                 return Behaviour(
                     cache="its own",
@@ -252,14 +250,3 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
                     **facts,
                 )
     return Behaviour(cache="none", why=reason, carried=[], switches=[], **facts)
-
-
-def _ways(
-    model: nn.Module, argument: str, carried: tuple[tuple[str, str], ...], scaled: Iterable[int]
-) -> Iterator[OwnCache]:
-    """Iterate over all ways in which a model may use its own cache, the cheapest first."""
-    older = ["cache_position"] if "cache_position" in inspect.signature(model.forward).parameters else []
-    for made, positions in product((False, True), ("", "position_ids", *older)):
-        for pieces, crops in product((True, False), repeat=2):
-            for switches in ((), *((length,) for length in sorted(scaled))):
-                yield OwnCache(argument, made, positions, pieces, crops, switches, carried)

@@ -37,7 +37,15 @@ def routers(model: nn.Module) -> set[nn.Module]:
     """
     layers = {module for name, module in model.named_modules() if "router" in name.split(".")}
     for block in model.modules():
-        experts = {child: count for name, child in block.named_children() if (count := _experts_in(name, child))}
+        experts: dict[nn.Module, int] = {}  # modules that hold experts, as a list or in parameters of three dimensions
+        for name, child in block.named_children():
+            shapes = [parameter.shape for parameter in child.parameters(recurse=False) if parameter.dim() == 3]
+            if isinstance(child, nn.ModuleList) and name == "experts":
+                count = len(child)
+            else:
+                count = shapes[0][0] if shapes else 0
+            if count:
+                experts[child] = count
         if experts:
             inside = {module for child in experts for module in child.modules()}
             weights = {module: module._parameters.get("weight") for module in set(block.modules()) - inside}
@@ -47,14 +55,6 @@ def routers(model: nn.Module) -> set[nn.Module]:
                 if weight is not None and weight.dim() == 2 and weight.shape[0] in experts.values()
             }
     return layers | {module for layer in layers for module in layer.modules()}
-
-
-def _experts_in(name: str, module: nn.Module) -> int:
-    """Number of experts that a module holds, as a list or in parameters of three dimensions; 0 if none."""
-    if isinstance(module, nn.ModuleList) and name == "experts":
-        return len(module)
-    shapes = [parameter.shape for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
-    return shapes[0][0] if shapes else 0
 
 
 def read_by_others(model: nn.Module) -> dict[nn.Module, str]:

@@ -107,6 +107,7 @@ class DecoderLayers:
         self.dtype = torch.float32
         self._workspace: dict[str, Tensor] = {}
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        """Rotary cosines and sines of each position, by the name of the layer's rotation."""
         self._layers: Any = None
         self._struct, self._kernels = _CDecoder(), _CKernels()
         self._look_at(decoder)
@@ -177,7 +178,13 @@ class DecoderLayers:
                 cache.allocate(index, decoder.kv_heads, decoder.head_width, self.dtype, torch.device("cpu"))
         first = cache.layers[0][0]
         self._make_room(batch * count)
-        self._rotate(cache.length + 1)
+        for layer, struct in zip(decoder.layers, self._layers, strict=True):
+            if (name := layer.rotation) is not None:
+                table = self._tables.get(name)
+                if table is None or len(table[0]) < cache.length + 1:
+                    table = self._tables[name] = decoder.angles(name, torch.arange(cache.length + 1))
+                    self._struct.rotated = 2 * table[0].shape[1]
+                struct.cos, struct.sin = table[0].data_ptr(), table[1].data_ptr()
         positions = place.positions.contiguous()
         strides = first.stride()
         at = place.rows.indices(cache.rows)[0] * strides[0] * first.itemsize
@@ -222,18 +229,6 @@ class DecoderLayers:
         self._workspace = {name: torch.empty(count, width) for name, width in widths.items()}
         self._workspace["room"] = torch.empty(quantized.room(count, inputs), dtype=torch.uint8)
         self._workspace["low"] = torch.empty(low)
-
-    def _rotate(self, length: int) -> None:
-        """Make tables of rotary cosines and sines for `length` positions."""
-        for layer, struct in zip(self.decoder.layers, self._layers, strict=True):
-            name = layer.rotation
-            if name is None:
-                continue
-            table = self._tables.get(name)
-            if table is None or len(table[0]) < length:
-                table = self._tables[name] = self.decoder.angles(name, torch.arange(length))
-                self._struct.rotated = 2 * table[0].shape[1]
-            struct.cos, struct.sin = table[0].data_ptr(), table[1].data_ptr()
 
     # -- structures ----------------------------------------------------------------------------------------------------
 

@@ -121,8 +121,11 @@ class Decoder:
 def find(model: nn.Module) -> Decoder | None:
     """Find the parts of a model; None if the model is not supported."""
     if type(model) is GPT:
-        own = all(map(_is_own, model.blocks))
-        return _of_gpt(model) if own else None
+        # Every block must consist of the package's own classes, none of which has been replaced.
+        names = ("attention", "mlp", "attention_norm", "mlp_norm")
+        kinds = ([type(block), *(type(block.get_submodule(name)) for name in names)] for block in model.blocks)
+        are_own = all(block_kinds == [Block, Attention, MLP, nn.RMSNorm, nn.RMSNorm] for block_kinds in kinds)
+        return _of_gpt(model) if are_own else None
     family = getattr(getattr(model, "config", None), "model_type", None)
     if not hf.is_pretrained(model) or family not in FAMILIES:
         return None
@@ -130,15 +133,6 @@ def find(model: nn.Module) -> Decoder | None:
         return _of_transformers(model)
     except (AttributeError, _OtherFormError):  # some releases of transformers name modules differently
         return None
-
-
-def _is_own(block: nn.Module) -> bool:
-    """Whether a block of a `GPT` consists of the package's own classes, none of which has been replaced."""
-    kinds = [
-        type(block),
-        *(type(block.get_submodule(name)) for name in ("attention", "mlp", "attention_norm", "mlp_norm")),
-    ]
-    return kinds == [Block, Attention, MLP, nn.RMSNorm, nn.RMSNorm]
 
 
 def _of_gpt(model: GPT) -> Decoder:
@@ -197,6 +191,7 @@ def _of_transformers(model: Any) -> Decoder:
     first = blocks[0]
     head_width = first.self_attn.head_dim
     q_norm = getattr(first.self_attn, "q_norm", None)
+    last_norm, head = inner.norm, model.lm_head
 
     def layer(block: Any, kind: str) -> Layer:
         attention, mlp = block.self_attn, block.mlp
@@ -236,7 +231,7 @@ def _of_transformers(model: Any) -> Decoder:
         head_width=head_width,
         hidden=config.intermediate_size,
         embed=inner.embed_tokens,
-        head=partial(_logits, inner.norm, model.lm_head),
+        head=lambda x: head(last_norm(x)),
         angles=partial(_angles, rotary),
         scale=first.self_attn.scaling,
         tanh_gelu=_is_tanh_gelu(getattr(first.mlp, "act_fn", None) or first.mlp.activation_fn),
@@ -251,10 +246,6 @@ def _angles(rotary: nn.Module, name: str, positions: Tensor) -> tuple[Tensor, Te
     if not all(torch.equal(*pair) for pair in halves):
         raise _OtherFormError
     return halves[0][0].contiguous(), halves[1][0].contiguous()
-
-
-def _logits(norm: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
-    return head(norm(x))
 
 
 @torch.no_grad()

@@ -66,12 +66,16 @@ def describe_model(
     notes: list[str] = []
     end = None if tokenizer is None else tokenizer.end
     added = {} if tokenizer is None else tokenizer.engine.get_added_tokens_decoder()
+    try:
+        has_template = tokenizer is not None and template_source(tokenizer) is not None
+    except DataError:  # the code that renders the template reports the error
+        has_template = True
     description = Description(
         ends=tuple(ends_of(generation, config, end, known, notes)),
         begin=() if tokenizer is None else tuple(tokenizer.prefix),
         sampling=sampling_of(generation, notes),
         special={token.content: number for number, token in sorted(added.items()) if token.special},
-        chat=tokenizer is not None and _has_template(tokenizer),
+        chat=has_template,
         context=context,
         vocabulary=vocabulary,
         ignored=tuple(f"{folder}: {note}" for note in notes),
@@ -128,10 +132,3 @@ def sizes(model: nn.Module | None) -> tuple[int | None, int | None]:
     else:
         vocabulary, context = (getattr(config, name, None) for name in ("vocab_size", "context"))
     return (context if isinstance(context, int) else None), (vocabulary if isinstance(vocabulary, int) else None)
-
-
-def _has_template(tokenizer: Tokenizer) -> bool:
-    try:
-        return template_source(tokenizer) is not None
-    except DataError:  # the code that renders the template reports the error
-        return True

@@ -37,7 +37,12 @@ def ends_of(
         notes: receives a sentence for each entry that is ignored.
     """
     ends = [] if end_of_text is None else [end_of_text]
-    for named in _named_ends(generation, config):
+    listed: list[Any] = []
+    for table in (generation, config, config.get(_text_part(config), {})):  # the first place that names any
+        entry = table.get("eos_token_id")
+        if listed := [named for named in (entry if isinstance(entry, list) else [entry]) if named is not None]:
+            break
+    for named in listed:
         if type(named) is not int or named < 0 or (vocabulary is not None and named >= vocabulary):
             if notes is not None and named != -1:  # -1 means "none" in some files
                 of = f" of {vocabulary}" if vocabulary is not None else ""
@@ -45,17 +50,6 @@ def ends_of(
         elif named not in ends:
             ends.append(named)
     return ends
-
-
-def _named_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> list[Any]:
-    """The end-of-text entries, from the first place that has any: generation_config.json, config.json, or its text
-    part."""
-    for table in (generation, config, config.get(_text_part(config), {})):
-        named = table.get("eos_token_id")
-        named = named if isinstance(named, list) else [named]
-        if named := [entry for entry in named if entry is not None]:
-            return named
-    return []
 
 
 def sampling_of(generation: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, float]:

@@ -182,7 +182,13 @@ def save(model: nn.Module, tokenizer: Tokenizer | None, path: Path, kind: Kind, 
         ConfigError: llama.cpp does not support the model, or a weight cannot be quantised.
     """
     library = gguf_library()
-    config, usual = _configs(model)
+    if isinstance(model, GPT):
+        config = usual = llama.to_llama_config(model.config, torch.float32)
+    elif hf.is_pretrained(model):
+        text = cast(Any, model).config.get_text_config()
+        config, usual = text.to_dict(), type(text)().to_dict()  # and the default configuration of this model type
+    else:
+        raise ConfigError(f"a {type(model).__name__} cannot be written as GGUF", hint="only language models can")
     architecture = architecture_of(config)
     described = keys_of(architecture, config, usual)
     keys: dict[str, Any] = {f"{architecture.name}.{key}": value for key, value in described.keys.items()}
@@ -205,17 +211,6 @@ def save(model: nn.Module, tokenizer: Tokenizer | None, path: Path, kind: Kind, 
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-
-
-def _configs(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of a model's config.json, and the default configuration of its model type."""
-    if isinstance(model, GPT):
-        config = llama.to_llama_config(model.config, torch.float32)
-        return config, config
-    if not hf.is_pretrained(model):
-        raise ConfigError(f"a {type(model).__name__} cannot be written as GGUF", hint="only language models can")
-    config = cast(Any, model).config.get_text_config()
-    return config.to_dict(), type(config)().to_dict()
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

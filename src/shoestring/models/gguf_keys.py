@@ -93,7 +93,16 @@ def keys_of(architecture: Architecture, config: Mapping[str, Any], usual: Mappin
         ConfigError: llama.cpp does not support such a model.
     """
     entries = normal(architecture, config)
-    _check_computed(architecture, config, usual)
+    # Refuse entries and values that llama.cpp does not support.
+    known = {architecture.entry(key.entry) for key in architecture.keys}
+    known |= {*architecture.fixed, *architecture.ignored, *architecture.present, *_NO_COMPUTATION}
+    for name, value in config.items():
+        values = architecture.fixed.get(name, (value,))
+        if name not in known and not name.endswith(_NO_COMPUTATION_ENDS):
+            values = (usual.get(name),)
+        if value not in values:
+            text = reprlib.repr(value)
+            raise ConfigError(f"llama.cpp's {architecture.name} does not compute models with {name} = {text}")
     keys: dict[str, Any] = {"vocab_size": entries["vocab_size"], **architecture.constants}
     for key in architecture.keys:
         value = entries.get(key.entry)
@@ -131,19 +140,6 @@ def layer_types(period: int, layers: int) -> list[str]:
     """Attention type of each layer, where the last layer of each `period` has full attention and the others a sliding
     window."""
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
-
-
-def _check_computed(architecture: Architecture, config: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Refuse a configuration with entries or values that llama.cpp does not support."""
-    known = {architecture.entry(key.entry) for key in architecture.keys}
-    known |= {*architecture.fixed, *architecture.ignored, *architecture.present, *_NO_COMPUTATION}
-    for name, value in config.items():
-        values = architecture.fixed.get(name, (value,))
-        if name not in known and not name.endswith(_NO_COMPUTATION_ENDS):
-            values = (usual.get(name),)
-        if value not in values:
-            text = reprlib.repr(value)
-            raise ConfigError(f"llama.cpp's {architecture.name} does not compute models with {name} = {text}")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -255,18 +251,15 @@ def _check_known(table: Mapping[str, Any], expected: Mapping[str, Any], known: s
     """Refuse unknown keys that may affect the generated text, and known keys with an unsupported value."""
     for name, value in table.items():
         text = reprlib.repr(value)
-        if name in known or _is_off(name, value):
+        if name in _OFF and (isinstance(value, bool) or value in _OFF[name]):
+            is_off = value in _OFF[name]  # a value that llama.cpp writes for models that do not use the key
+        else:
+            numbers = value if isinstance(value, list) else [value]
+            is_off = all(isinstance(number, int | float) and number in _UNSET for number in numbers)
+        if name in known or is_off:
             continue
         if name not in expected:
             hint = "a newer version may read it"
             raise ConfigError(f"{where}.{name} is {text}, a key that is not known and may change the text", hint=hint)
         if isinstance(expected[name], bool) != isinstance(value, bool) or value != expected[name]:
             raise ConfigError(f"{where}.{name} is {text}", hint=f"only {expected[name]!r} is supported")
-
-
-def _is_off(name: str, value: Any) -> bool:
-    """Whether a key has a value that llama.cpp writes for models that do not use the key."""
-    if name in _OFF and (isinstance(value, bool) or value in _OFF[name]):
-        return value in _OFF[name]
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(number, int | float) and number in _UNSET for number in values)

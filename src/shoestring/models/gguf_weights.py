@@ -85,19 +85,17 @@ def parts_of(model: nn.Module, architecture: Architecture, config: Mapping[str, 
             stems[name] = ("output", "output")
         if name not in stems or (set(own) - {"weight", "bias"} and quantized.matrix(module) is None):
             raise ConfigError(f"llama.cpp's {architecture.name} has no tensor for `{name}` ({', '.join(own)})")
-        yield TensorRows(name, *stems[name], 0, _row_count(module))
+        if isinstance(module, quantized.Quantized):
+            rows = module.rows
+        else:
+            matrix = quantized.matrix(module)
+            rows = len(cast(Any, module).weight if matrix is None else matrix)
+        yield TensorRows(name, *stems[name], 0, rows)
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The names and parameters that belong to a module itself and not to its submodules."""
     return list(module.named_parameters(recurse=False))
-
-
-def _row_count(module: Any) -> int:
-    if isinstance(module, quantized.Quantized):
-        return module.rows
-    matrix = quantized.matrix(module)
-    return len(module.weight if matrix is None else matrix)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -141,7 +139,11 @@ def state_of(model: nn.Module, parts: Sequence[TensorRows], stored: TensorSource
         for suffix, parameter in own_parameters(module):
             shape = parameter.shape[::-1] if is_transposed(module) else parameter.shape
             tensors = [stored.get(f"{part.stem}.{suffix}", (part.rows, *shape[1:])) for part in own]
-            width = _width(model, module, tensors) if suffix == "weight" and not stored.dense else None
+            widths = {_WIDTHS.get(tensor.tensor_type.name, 8) for tensor in tensors}
+            is_matrix = type(module) is nn.Linear or is_transposed(module) or isinstance(model, GPT)
+            width: Bits | None = None  # bits of the layer in the model; None for floating point
+            if suffix == "weight" and not stored.dense and widths != {None} and is_matrix:
+                width = 4 if widths == {4} else 8
             if width is None:
                 dense = _joined(tensors, rows, stored.path)
                 if suffix == "weight" and own[0].kind in stored.architecture.plus_one:
@@ -159,15 +161,6 @@ def state_of(model: nn.Module, parts: Sequence[TensorRows], stored: TensorSource
     if rounded:
         log.info("%d tensors of %s are rounded to 8 bits", len(rounded), ", ".join(sorted(set(rounded))))
     return state
-
-
-def _width(model: nn.Module, module: nn.Module, tensors: Sequence[StoredTensor]) -> Bits | None:
-    """Bits of the layer that holds these tensors; None if the layer stays in floating point."""
-    widths = {_WIDTHS.get(tensor.tensor_type.name, 8) for tensor in tensors}
-    linear = type(module) is nn.Linear or is_transposed(module)
-    if widths == {None} or not (linear or isinstance(model, GPT)):
-        return None
-    return 4 if widths == {4} else 8
 
 
 def dense_of(tensor: StoredTensor, path: Path) -> Tensor:

@@ -13,7 +13,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,7 +93,18 @@ def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any],
         model = _named(name, lambda: make(config, dtype=getattr(torch, dtype), **attention))
     setattr(model, _SWITCHES, switches)
     _read_as_text(model)
-    _check_fits(name, config.get_text_config(), from_data)
+    text = config.get_text_config()
+    vocabulary, context = getattr(text, "vocab_size", None), context_of(text)
+    if vocabulary and from_data.get("vocab_size", 0) > vocabulary:
+        raise ConfigError(
+            f"`hf:{name}` has a vocabulary of {vocabulary}, but the data needs {from_data['vocab_size']}",
+            hint="use the tokenizer that the model was trained with",
+        )
+    if context and from_data.get("context", 0) > context:
+        raise ConfigError(
+            f"`hf:{name}` reads {context} tokens, fewer than the {from_data['context']} of a sample",
+            hint=f"set data.sequence = {context}, or less",
+        )
     return model
 
 
@@ -258,7 +269,15 @@ def _config(name: str, arguments: Mapping[str, Any]) -> Any:
         config = _named(
             name, lambda: transformers.AutoConfig.from_pretrained(name, trust_remote_code=False), ConfigError
         )
-    _refuse_kernels(name, config)
+    # A configuration may name a repository of the hub as its attention or experts implementation. Compiled code from
+    # there would run, so it is refused; the user may name such a repository in `model.attn_implementation`.
+    for part in [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]:
+        for key in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(part, key, None) or ""):
+                raise TrustError(
+                    f"the configuration of `hf:{name}` names code to run, `{getattr(part, key)}`",
+                    hint=f"remove it from {CONFIG}, or set model.attn_implementation yourself",
+                )
     _refuse_other_kinds(name, config)
     changes = {key: value for key, value in arguments.items() if key not in ("dtype", "attn_implementation")}
     known = config.to_dict()
@@ -303,22 +322,6 @@ def _read_as_text(model: nn.Module) -> None:
         return args, named | {"token_type_ids": torch.zeros_like(tokens)}
 
     model.register_forward_pre_hook(add_types, with_kwargs=True)
-
-
-def _refuse_kernels(name: str, config: Any) -> None:
-    """Refuse a configuration that names a repository of the hub as its attention or experts implementation, because
-    compiled code from that repository would run.
-
-    The user may name such a repository in `model.attn_implementation`.
-    """
-    parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
-    for part in parts:
-        for key in ("_attn_implementation", "_experts_implementation"):
-            if "/" in str(getattr(part, key, None) or ""):
-                raise TrustError(
-                    f"the configuration of `hf:{name}` names code to run, `{getattr(part, key)}`",
-                    hint=f"remove it from {CONFIG}, or set model.attn_implementation yourself",
-                )
 
 
 def _check_folder(name: str) -> None:
@@ -385,31 +388,17 @@ def _check_weights(name: str, config: Any, dtype: str) -> None:
             _loaded(name, config=copy.deepcopy(config), dtype=dtype, device_map="meta")
             return
         _check_size(name, config)
-        for file in Path(name).glob("*.safetensors"):
-            _named(name, partial(_open_header, file))
 
+        def open_headers() -> None:
+            for file in Path(name).glob("*.safetensors"):
+                with foreign.open_safetensors(file, within=file.parent):
+                    pass
 
-def _open_header(file: Path) -> None:
-    with foreign.open_safetensors(file, within=file.parent):
-        pass
+        _named(name, open_headers)
 
 
 def _first_of(keys: list[str]) -> str:
     return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
-
-
-def _check_fits(name: str, config: Any, from_data: Mapping[str, Any]) -> None:
-    vocabulary, context = getattr(config, "vocab_size", None), context_of(config)
-    if vocabulary and from_data.get("vocab_size", 0) > vocabulary:
-        raise ConfigError(
-            f"`hf:{name}` has a vocabulary of {vocabulary}, but the data needs {from_data['vocab_size']}",
-            hint="use the tokenizer that the model was trained with",
-        )
-    if context and from_data.get("context", 0) > context:
-        raise ConfigError(
-            f"`hf:{name}` reads {context} tokens, fewer than the {from_data['context']} of a sample",
-            hint=f"set data.sequence = {context}, or less",
-        )
 
 
 def _named(name: str, act: Callable[[], T], kind: type[ShoestringError] = CheckpointError) -> T:

@@ -187,7 +187,17 @@ def _with_adapter(folder: Path, trust: bool) -> tuple[nn.Module, Tokenizer | Non
     if not base:
         hint = "add the path of that model's folder as `base_model_name_or_path` to its adapter_config.json"
         raise CheckpointError(f"the adapter in `{folder}` does not say which model it belongs to", hint=hint)
-    _check_bases(folder)
+    # Refuse a chain of bases (an adapter of an adapter, and so on) that does not end in a model.
+    above = [folder.resolve()]
+    while (next_base := adapter_folder.base_of(above[-1])) and Path(next_base).is_dir():
+        if model_folder(next_base) is not None or (below := adapter_folder.find(next_base)) is None:
+            break
+        if below.resolve() in above or len(above) == _ADAPTERS:
+            hint = "`base_model_name_or_path` in its adapter_config.json must lead to a model"
+            raise CheckpointError(
+                f"the adapter in `{folder}` belongs to other adapters, whose bases do not lead to a model", hint=hint
+            )
+        above.append(below.resolve())
     built, tokenizer = load_model(base if Path(base).is_dir() else f"{hf.PREFIX}{base}", trust=trust)
     with opening(folder):
         adapter = adapter_folder.read(folder, built)
@@ -195,20 +205,6 @@ def _with_adapter(folder: Path, trust: bool) -> tuple[nn.Module, Tokenizer | Non
         adapter_folder.fill(built, adapter.parameters)
     own = folder / "tokenizer.json"
     return built, load_tokenizer(own) if own.exists() else tokenizer
-
-
-def _check_bases(folder: Path) -> None:
-    """Refuse an adapter whose chain of bases (an adapter of an adapter, and so on) does not end in a model."""
-    above = [folder.resolve()]
-    while (base := adapter_folder.base_of(above[-1])) and Path(base).is_dir() and model_folder(base) is None:
-        if (below := adapter_folder.find(base)) is None:
-            return
-        if below.resolve() in above or len(above) == _ADAPTERS:
-            hint = "`base_model_name_or_path` in its adapter_config.json must lead to a model"
-            raise CheckpointError(
-                f"the adapter in `{folder}` belongs to other adapters, whose bases do not lead to a model", hint=hint
-            )
-        above.append(below.resolve())
 
 
 @contextmanager

@@ -366,11 +366,16 @@ def choose(model: nn.Module, bits: Bits) -> tuple[dict[str, Bits], dict[str, str
                 chosen[name] = bits if module in inside else 8
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3:
-                path = f"{name}.{own}"
-                if reason := _why_no_experts(module, own, parameter):
-                    left[path] = reason
+                if not _is_read_by_index(type(module), own):
+                    reason = "its matrices are not read one by one"
+                elif parameter.shape[1] % LANES:
+                    reason = f"its number of rows is not a multiple of {LANES}"
                 else:
-                    chosen[path] = bits
+                    reason = unfit(parameter.flatten(0, 1))
+                if reason:
+                    left[f"{name}.{own}"] = reason
+                else:
+                    chosen[f"{name}.{own}"] = bits
     return chosen, left
 
 
@@ -384,15 +389,6 @@ def _why_not(model: nn.Module, module: nn.Module) -> str | None:
             return "it embeds positions, not tokens"
         return f"{type(module).__name__} does more than look up rows" if scale_of(module) is None else None
     return None
-
-
-def _why_no_experts(module: nn.Module, name: str, parameter: Tensor) -> str | None:
-    """The reason why a parameter of three dimensions cannot be replaced by quantised experts; None if it can."""
-    if not _is_read_by_index(type(module), name):
-        return "its matrices are not read one by one"
-    if parameter.shape[1] % LANES:
-        return f"its number of rows is not a multiple of {LANES}"
-    return unfit(parameter.flatten(0, 1))
 
 
 @cache

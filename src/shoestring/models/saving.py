@@ -84,8 +84,15 @@ def save_like(built: nn.Module, source: Path, folder: Path) -> None:
     The new model replaces an earlier one in the folder atomically. If the user trusts the code that `source` names, the
     new folder is trusted, too. From a .gguf file, only the tokenizer and the end-of-text tokens are taken over.
     """
-    if source.is_file():
-        _save_like_gguf(built, source, folder)
+    if source.is_file():  # a .gguf file
+        tokenizer, ends = gguf.tokenizer_of(source), gguf.ends_of(source)
+        config: Any = built.config
+        with replaced_folder(folder, _is_no_weights) as new:
+            _write(built, new, {})
+            if tokenizer is not None:
+                context = config.context if isinstance(built, GPT) else config.max_position_embeddings
+                tokenizer.save_pretrained(new, context)
+                write_atomic(new / "generation_config.json", json.dumps({"eos_token_id": ends}).encode())
         return
     try:
         config = foreign.read_json_object(source / "config.json", within=source)
@@ -95,18 +102,6 @@ def save_like(built: nn.Module, source: Path, folder: Path) -> None:
         _write(built, new, config)
         complete(new, source)
     pass_on(trust_of(source, config), folder)
-
-
-def _save_like_gguf(built: nn.Module, source: Path, folder: Path) -> None:
-    """Write a model that was opened from a .gguf file, with the tokenizer and the end-of-text tokens of that file."""
-    tokenizer, ends = gguf.tokenizer_of(source), gguf.ends_of(source)
-    config: Any = built.config
-    with replaced_folder(folder, _is_no_weights) as new:
-        _write(built, new, {})
-        if tokenizer is not None:
-            context = config.context if isinstance(built, GPT) else config.max_position_embeddings
-            tokenizer.save_pretrained(new, context)
-            write_atomic(new / "generation_config.json", json.dumps({"eos_token_id": ends}).encode())
 
 
 def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:

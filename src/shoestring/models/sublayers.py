@@ -80,9 +80,30 @@ def sublayers(model: nn.Module) -> Mapping[str, Sublayer]:
     Raises:
         ConfigError: the blocks of the model are not of the form y = x + Sub(norm(x)), or their layout is unknown.
     """
-    if model not in _KNOWN:
-        _KNOWN[model] = {sublayer.name: sublayer for sublayer in _find(model)}
-    return _KNOWN[model]
+    if model in _KNOWN:
+        return _KNOWN[model]
+    blocks = repeated(model)
+    names = {module: name for name, module in model.named_modules()}
+    if not blocks:
+        raise ConfigError(f"{type(model).__name__} has no list of blocks, so no sublayer of it can be skipped")
+    if len(set(blocks)) < len(blocks):
+        raise ConfigError(f"{type(model).__name__} runs a block several times, so no sublayer of it can be skipped")
+    known: dict[str, Sublayer] = {}
+    for index, (block, calls) in enumerate(zip(blocks, _calls(model, blocks), strict=True)):
+        layout = next((layout for layout in LAYOUTS if _follows(calls, layout)), None)
+        if layout is None:
+            raise ConfigError(
+                f"sublayers of {type(model).__name__} cannot be skipped: its block `{names[block]}` is not known to "
+                "compute x + Sub(norm(x)), attention first and feed-forward after it",
+                hint="pre-norm models such as Llama, Mistral, Qwen, Gemma 2 and GPT-2 are known; blocks whose "
+                "attention and feed-forward read the same input (GPT-NeoX, Phi) are not of this form",
+            )
+        for kind, (part, before, after) in zip(KINDS, layout, strict=True):
+            norms = tuple(f"{names[block]}.{norm}" for norm in (before, after) if norm)
+            name, entry = f"{names[block]}.{part}", f"{names[block]}.{before or part}"
+            known[name] = Sublayer(name, kind, index, entry, norms, calls[part].items)
+    _KNOWN[model] = known
+    return known
 
 
 @contextmanager
@@ -142,28 +163,6 @@ class SkippedForward:
             return x
         scaled = x * (self.ratio - 1)
         return (scaled, *[None] * (self.items - 1)) if self.items else scaled
-
-
-def _find(model: nn.Module) -> Iterator[Sublayer]:
-    blocks = repeated(model)
-    names = {module: name for name, module in model.named_modules()}
-    if not blocks:
-        raise ConfigError(f"{type(model).__name__} has no list of blocks, so no sublayer of it can be skipped")
-    if len(set(blocks)) < len(blocks):
-        raise ConfigError(f"{type(model).__name__} runs a block several times, so no sublayer of it can be skipped")
-    for index, (block, calls) in enumerate(zip(blocks, _calls(model, blocks), strict=True)):
-        layout = next((layout for layout in LAYOUTS if _follows(calls, layout)), None)
-        if layout is None:
-            raise ConfigError(
-                f"sublayers of {type(model).__name__} cannot be skipped: its block `{names[block]}` is not known to "
-                "compute x + Sub(norm(x)), attention first and feed-forward after it",
-                hint="pre-norm models such as Llama, Mistral, Qwen, Gemma 2 and GPT-2 are known; blocks whose "
-                "attention and feed-forward read the same input (GPT-NeoX, Phi) are not of this form",
-            )
-        for kind, (name, before, after) in zip(KINDS, layout, strict=True):
-            norms = tuple(f"{names[block]}.{norm}" for norm in (before, after) if norm)
-            entry = f"{names[block]}.{before or name}"
-            yield Sublayer(f"{names[block]}.{name}", kind, index, entry, norms, calls[name].items)
 
 
 @torch.no_grad()

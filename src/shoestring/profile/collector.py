@@ -7,11 +7,12 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.trace import listening
+from shoestring.core.trace import listening, span
 from shoestring.processors import processors
 from shoestring.profile import native_tree
 from shoestring.profile.happenings import Happenings, StepClock, Surroundings, unseen, versions, watched
@@ -20,9 +21,27 @@ from shoestring.profile.native_frames import NativeFrames
 from shoestring.profile.native_tree import ThreadData
 from shoestring.profile.python_samples import PythonSampler
 from shoestring.profile.recording import Facts, Profile
-from shoestring.profile.spans import SpanListener
 from shoestring.profile.tree import CallTree, NodeKind, TreeBuilder
 from shoestring.profile.windows import Spent, Windows
+
+
+class SpanListener:
+    """Reports shoestring's own spans (communication, checkpoints, offload) to the native collector."""
+
+    def __init__(self, library: Any) -> None:
+        self.library, self.mine = library, threading.local()
+
+    def begin(self, work: span, /) -> None:
+        """Report the beginning of a span; called on the thread that runs the span."""
+        if not hasattr(self.mine, "running"):
+            self.mine.running = {}
+        self.mine.running[id(work)] = self.library.callpaths_enter(work.name.encode())
+
+    def end(self, work: span, /) -> None:
+        """Report the end of a span, on the thread that began it; a span without a reported beginning is ignored."""
+        running = getattr(self.mine, "running", {})
+        if (entered := running.pop(id(work), None)) is not None:
+            self.library.callpaths_leave(entered)
 
 
 @dataclass
@@ -123,9 +142,10 @@ class Collector:
             # time among lines
             outside = seconds * 1e9 - overhead * 1e9 - (caller.outermost * tick if caller else 0.0)
             own: dict[int, int] = next((own for data, own in zip(after, places, strict=True) if data is caller), {})
-            for span, samples in self.sampler.seen.items():
-                if span in own and builder.rows[own[span]][1] == NodeKind.SPAN:
-                    samples.share_out(builder, builder.numbers[own[span]]["own"], own[span])
+            for entered, samples in self.sampler.seen.items():
+                node = own.get(entered)
+                if node is not None and builder.rows[node][1] == NodeKind.SPAN:
+                    samples.share_out(builder, builder.numbers[node]["own"], node)
             self.sampler.seen[0].share_out(builder, max(outside, 0.0))
         if self.kernels is not None:
             builder.graft(self.kernels.fold.builder.build())

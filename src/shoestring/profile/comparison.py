@@ -115,7 +115,13 @@ def compare(before: Profile, after: Profile) -> Comparison:
 def _moved(before: Profile, after: Profile) -> CallTree:
     """Return the older profile's tree, with files and lines mapped to the newer source."""
     tree, line, names = before.tree, before.tree.line.copy(), []
-    files = {file: _same_file(file, before, after) for file in before.sources}
+    files: dict[str, str] = {}  # path in the newer profile: the same path, the only file of this name, or the main file
+    for file in before.sources:
+        name = PurePath(file).name
+        alike = [other for other in after.sources if PurePath(other).name == name]
+        if not alike and name == _program(before):
+            alike = [other for other in after.sources if PurePath(other).name == _program(after)]
+        files[file] = file if file in after.sources or len(alike) != 1 else alike[0]
     lines = {
         file: np.array(_counterparts(text.splitlines(), after.sources[files[file]].splitlines()))
         for file, text in before.sources.items()
@@ -128,17 +134,6 @@ def _moved(before: Profile, after: Profile) -> CallTree:
             nodes = (tree.name == index) & (tree.kind == NodeKind.PYTHON) & (line > 0) & (line < len(lines[file]))
             line[nodes] = lines[file][line[nodes]]
     return replace(tree, names=names, line=line)
-
-
-def _same_file(file: str, before: Profile, after: Profile) -> str:
-    """Find a file's path in the newer profile: the same path, the only file of this name, or the main file."""
-    if file in after.sources:
-        return file
-    name = PurePath(file).name
-    alike = [other for other in after.sources if PurePath(other).name == name]
-    if not alike and name == _program(before):
-        alike = [other for other in after.sources if PurePath(other).name == _program(after)]
-    return alike[0] if len(alike) == 1 else file
 
 
 def _program(profile: Profile) -> str:

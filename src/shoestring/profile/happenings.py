@@ -53,27 +53,25 @@ class StepClock:
         if self.last is not None:  # the start time of the first step is unknown
             self.open.append(now - self.last)
             if len(self.open) >= self.width:
-                self._add(now)
+                first, seconds = self.steps + 1 - len(self.open), round(sum(self.open), 6)
+                self.times.append(StepTimes(first, len(self.open), seconds, round(max(self.open), 6), self.resident))
+                self.open = []
+            if len(self.times) >= MOST_STEPS:  # merge pairs of adjacent entries, to bound the memory
+                self.width *= 2
+                self.times = [
+                    StepTimes(
+                        a.first,
+                        a.steps + b.steps,
+                        round(a.seconds + b.seconds, 6),
+                        max(a.longest, b.longest),
+                        b.resident,
+                    )
+                    for a, b in zip(self.times[::2], self.times[1::2], strict=True)
+                ]
         self.steps += 1
         if self.heard is not None:
             self.heard()
         self.last = time.perf_counter()
-
-    def _add(self, now: float) -> None:
-        first = self.steps + 1 - len(self.open)
-        self.times.append(
-            StepTimes(first, len(self.open), round(sum(self.open), 6), round(max(self.open), 6), self.resident)
-        )
-        self.open = []
-        if len(self.times) >= MOST_STEPS:  # merge pairs of adjacent entries, to bound the memory
-            self.width *= 2
-            pairs = zip(self.times[::2], self.times[1::2], strict=True)
-            self.times = [
-                StepTimes(
-                    a.first, a.steps + b.steps, round(a.seconds + b.seconds, 6), max(a.longest, b.longest), b.resident
-                )
-                for a, b in pairs
-            ]
 
 
 class Surroundings:
@@ -91,7 +89,12 @@ class Surroundings:
         self.clock, self.ident = clock, ident
         self.work: list[WorkAt] = []
         self.memory: list[MemoryAt] = []
-        self.counted = _allocation_counter()
+        self.counted: Callable[[], int] | None = None
+        with suppress(OSError, AttributeError, TypeError):  # glibc has `mallinfo2` from 2.33 on
+            mallinfo2 = ctypes.CDLL(None).mallinfo2
+            mallinfo2.restype = _Allocations
+            # bytes in arenas, and in mapped regions
+            self.counted = lambda: (info := mallinfo2()).uordblks + info.hblkhd
         self.threads = 0
         self.looked, self.interval = -1.0, LOOK_EVERY
 
@@ -198,15 +201,6 @@ class _Allocations(ctypes.Structure):
             "keep",
         )
     ]
-
-
-def _allocation_counter() -> Callable[[], int] | None:
-    """Return a function that counts allocated bytes; None if there is no `mallinfo2`, which glibc has from 2.33 on."""
-    with suppress(OSError, AttributeError, TypeError):
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-        mallinfo2.restype = _Allocations
-        return lambda: (info := mallinfo2()).uordblks + info.hblkhd  # bytes in arenas, and in mapped regions
-    return None
 
 
 def unseen(names: Iterable[str]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from shoestring.profile.jax_calls import CallSites, Compilations
 from shoestring.profile.jax_programs import Frames, Operation
-from shoestring.profile.jax_windows import Programs, Window, read_window
+from shoestring.profile.jax_windows import Programs, read_window
 from shoestring.profile.recording import Profile
 from shoestring.profile.tree import NodeKind, TreeBuilder, both_ends
 
@@ -205,7 +205,19 @@ class JaxCollector(threading.Thread):
         executables = [executable for client in clients for executable in client.live_executables()]
         self.programs.learn(window.executed, executables)
         self.learning += time.thread_time() - began_learning
-        self._add(window)
+        sites = window.sites(self.usual)
+        took: dict[Key, float] = defaultdict(float)
+        for executed in window.executed:
+            site = sites.get((executed.program, executed.run), -1)
+            key = (site, self.programs.operation(executed), executed.device)
+            numbers = self.totals[key]
+            numbers.count += 1
+            numbers.own += executed.own
+            numbers.least, numbers.most = min(numbers.least, executed.duration), max(numbers.most, executed.duration)
+            numbers.squares += executed.duration**2
+            took[key] += executed.own
+        for key, nanoseconds in took.items():
+            self.totals[key].square_of_windows += nanoseconds**2
         self.windows += 1
         self.covered += ended - began
         self.operations += len(window.executed)
@@ -230,21 +242,6 @@ class JaxCollector(threading.Thread):
         finally:
             module.ProfilerSession = original
             closed.set()
-
-    def _add(self, window: Window) -> None:
-        sites = window.sites(self.usual)
-        took: dict[Key, float] = defaultdict(float)
-        for executed in window.executed:
-            site = sites.get((executed.program, executed.run), -1)
-            key = (site, self.programs.operation(executed), executed.device)
-            numbers = self.totals[key]
-            numbers.count += 1
-            numbers.own += executed.own
-            numbers.least, numbers.most = min(numbers.least, executed.duration), max(numbers.most, executed.duration)
-            numbers.squares += executed.duration**2
-            took[key] += executed.own
-        for key, nanoseconds in took.items():
-            self.totals[key].square_of_windows += nanoseconds**2
 
     def added_to(self, profile: Profile) -> Profile:
         """Return the profile with JAX's operations added; after a failure, with the operations so far and a note."""

@@ -9,7 +9,7 @@ function's own frame; the frames before this index belong to the first call only
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$", re.MULTILINE)
@@ -133,7 +133,11 @@ class _Module:
         because an added instruction usually prepares its result for its users; then the search follows the operands. In
         a fusion, the last inner instruction with a frame counts.
         """
-        for neighbours in (self._users_of, self._operands_of):
+
+        def operands_of(name: str) -> list[str]:
+            return [operand for operand in self.raw(name).operands if operand in self.lines]
+
+        for neighbours in (self._users_of, operands_of):
             waiting, seen = [name], {name}
             while waiting and len(seen) < _FARTHEST:
                 nearest = waiting.pop(0)
@@ -160,9 +164,6 @@ class _Module:
             users += [*(inner for parameter in parameters for inner, _ in self.users(parameter)), user]
         return users
 
-    def _operands_of(self, name: str) -> list[str]:
-        return [operand for operand in self.raw(name).operands if operand in self.lines]
-
 
 def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
     """Parse the operations of a module from its text.
@@ -172,8 +173,8 @@ def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
             most computations of a large module are the bodies of fusions. If `ran` is empty, all computations are
             parsed.
     """
-    name = re.match(r"HloModule ([^\s,]+)", text)
-    program = CompiledProgram(name[1] if name else "")
+    head = re.match(r"HloModule ([^\s,]+)", text)
+    program = CompiledProgram(head[1] if head else "")
     module, frames = _Module(text), _frames(text)
     missing, read = set(ran), [] if ran else list(module.blocks)
     while missing:
@@ -183,7 +184,15 @@ def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
     for instruction in (member for computation in read for member in module.members(computation)):
         own = module.raw(instruction)
         if own.opcode not in _NOTHING or instruction in ran:
-            program.operations[instruction] = _operation(own, module.origin(instruction), frames)
+            origin = module.origin(instruction)
+            path, stack = (origin.path or own.path).partition(";")[0], frames.get(origin.frame, ())
+            name = path.rpartition("/")[2]
+            if (origin is not own and own.opcode != "fusion") or not name or name.endswith((")", "]")):
+                name = own.opcode or "unknown"
+            jitted = _JITTED.findall(path)[:1]  # the outermost jitted function
+            functions = (place.rpartition("\t")[2].rpartition(".")[2] for place, _ in stack)
+            inside = next((depth for depth, function in enumerate(functions) if function in jitted), -1)
+            program.operations[instruction] = Operation(name, stack, inside, "transpose(" in path)
     return program
 
 
@@ -210,21 +219,3 @@ def _frames(text: str) -> dict[int, Frames]:
             number, location, parent = int(row[1]), int(row[2]), int(row[3] or 1) - 1
             stacks[number] = (*stacks.get(parent, ()), *((locations[location],) if location in locations else ()))
     return stacks
-
-
-def _operation(own: _Raw, origin: _Raw, stacks: Mapping[int, Frames]) -> Operation:
-    path = (origin.path or own.path).partition(";")[0]
-    name = path.rpartition("/")[2]
-    if (origin is not own and own.opcode != "fusion") or not name or name.endswith((")", "]")):
-        name = own.opcode or "unknown"
-    frames = stacks.get(origin.frame, ())
-    return Operation(name, frames, _boundary(frames, path), "transpose(" in path)
-
-
-def _boundary(frames: Frames, path: str) -> int:
-    """Index in `frames` of the outermost jitted function in an operation's `path`; -1 if it is not in `frames`."""
-    for name in _JITTED.findall(path)[:1]:
-        for depth, (place, _) in enumerate(frames):
-            if place.rpartition("\t")[2].rpartition(".")[2] == name:
-                return depth
-    return -1

@@ -178,14 +178,7 @@ class EventFold:
     def add(self, results: Any, weight: float) -> None:
         """Add the events of a window, in which one recorded step represents `weight` steps."""
         nodes: dict[int, int] = {}
-        for root in results.experimental_event_tree():
-            self._add(root, weight, nodes)
-        events = results.events()
-        add_kernels(self.builder, ran(events), nodes, weight)
-        self.dropped += dropped(events)
-
-    def _add(self, root: Any, weight: float, nodes: dict[int, int]) -> None:
-        left = [_Place(root, 0)]
+        left = [_Place(root, 0) for root in reversed(results.experimental_event_tree())]
         while left:
             place = left.pop()
             event, frame = place.event, _frame(place.event)
@@ -203,6 +196,9 @@ class EventFold:
                 self._time(event, node, weight)
             above, level = (place, place.level) if frame is not None else (None, 0)
             left += [_Place(child, node, above, None, level) for child in reversed(event.children)]
+        events = results.events()
+        add_kernels(self.builder, ran(events), nodes, weight)
+        self.dropped += dropped(events)
 
     def _time(self, event: Any, node: int, weight: float) -> None:
         inner = sum(child.duration_time_ns for child in event.children)

@@ -41,6 +41,7 @@ class NativeFrames:
         self.library = library
         self.counts: Counter[tuple[int, int, Stack]] = Counter()
         self.known: dict[int, str] = {}
+        """The function at an address as `library<TAB>name`; "" for functions of the recorder itself."""
         self._about = np.zeros(3, np.uint32)
         self._addresses = np.zeros(FRAMES, np.uint64)
         refused = library.callpaths_native(round(EVERY * 1e9))
@@ -52,7 +53,17 @@ class NativeFrames:
         """Read and count the samples taken since the last call."""
         while size := self.library.callpaths_native_sample(self._about.ctypes.data, self._addresses.ctypes.data):
             thread, node, whole = self._about.tolist()
-            functions = [self._function(address) for address in self._addresses[: size - 1].tolist()]
+            functions = []
+            for address in self._addresses[: size - 1].tolist():
+                if address not in self.known:
+                    room = ctypes.create_string_buffer(4096)
+                    length = self.library.callpaths_native_name(address, room, len(room))
+                    path, _, name = room.raw[: min(length, len(room))].decode(errors="replace").partition("\t")
+                    if len(self.known) >= MOST:
+                        self.known.clear()
+                    ours = path == self.library._name
+                    self.known[address] = "" if ours else f"{path or 'compiled as it ran'}\t{plain(name) or 'unknown'}"
+                functions.append(self.known[address])
             if any(function == "" for function in functions):
                 continue  # a sample of the recorder itself, whose time does not belong to the operator
             # If unwinding the stack did not reach the operator, only the innermost function can be trusted.
@@ -60,18 +71,6 @@ class NativeFrames:
             if len(self.counts) >= MOST and (thread, node, stack) not in self.counts:
                 stack = ()
             self.counts[thread, node, stack] += 1
-
-    def _function(self, address: int) -> str:
-        """Name the function at an address as `library<TAB>name`; return "" for functions of the recorder itself."""
-        if address not in self.known:
-            room = ctypes.create_string_buffer(4096)
-            size = self.library.callpaths_native_name(address, room, len(room))
-            path, _, name = room.raw[: min(size, len(room))].decode(errors="replace").partition("\t")
-            if len(self.known) >= MOST:
-                self.known.clear()
-            ours = path == self.library._name
-            self.known[address] = "" if ours else f"{path or 'compiled as it ran'}\t{plain(name) or 'unknown'}"
-        return self.known[address]
 
     def share_out(self, builder: TreeBuilder, places: Sequence[Mapping[int, int]]) -> None:
         """Divide operators' own time among the functions in their samples.

@@ -98,7 +98,11 @@ class ThreadData:
     def _graft(
         self, builder: TreeBuilder, names: Sequence[str], tick: float, own: dict[int, int], nodes: Sequence[int]
     ) -> dict[int, int]:
-        active = _with_calls(self.places[:, 0], self.numbers[:, 0])
+        # Nodes that were called, or have a descendant that was; parents have smaller numbers than their children.
+        active = self.numbers[:, 0] > 0
+        for node in range(len(active) - 1, 0, -1):
+            if active[node]:
+                active[self.places[node, 0]] = True
         for node in nodes:
             parent, name, line, kind, arguments, variants = (int(value) for value in self.places[node])
             if kind == NodeKind.LINK or parent not in own or not active[node]:
@@ -130,15 +134,6 @@ INSIDE = 2**32 - 1
 """Return value of `callpaths_inside` for a thread that is running an operator."""
 _SUMMED = [0, 1, 2, 5]
 """Columns of `ThreadData.numbers` that are sums over calls."""
-
-
-def _with_calls(parent: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Mask of the nodes that were called or have a descendant that was called."""
-    active = count > 0
-    for node in range(len(parent) - 1, 0, -1):  # parents have smaller numbers than their children
-        if active[node]:
-            active[parent[node]] = True
-    return active
 
 
 def read(library: Any, thread: int) -> ThreadData:

@@ -106,7 +106,13 @@ class Samples:
         """
         if not span:
             builder.add(0, own=round(nanoseconds))
-        total, counts = sum(self.counts), self._without_rare()
+        total, counts = sum(self.counts), list(self.counts)
+        # The samples of rare lines of libraries count for their callers.
+        imports = sum(counts[node] for (_, *line), node in self.known.items() if (*line,) == _IMPORTING)
+        for (parent, code, _), node in reversed(self.known.items()):
+            if parent and counts[node] < RARE * (total - imports) and package_of(code.co_filename):
+                counts[parent] += counts[node]
+                counts[node] = 0
         wanted = list(map(bool, counts))
         for (parent, _, _), node in reversed(self.known.items()):
             wanted[parent] |= wanted[node]
@@ -126,16 +132,6 @@ class Samples:
             own, variance = int(nanoseconds * share), nanoseconds**2 * share * (1 - share) / total
             builder.add(places[node], own=own, own_variance=variance)
             builder.add(span, own=-own)
-
-    def _without_rare(self) -> list[int]:
-        """Sample counts by node, with the counts of rare lines of libraries moved to their callers."""
-        counts = list(self.counts)
-        imports = sum(counts[node] for (_, *line), node in self.known.items() if (*line,) == _IMPORTING)
-        for (parent, code, _), node in reversed(self.known.items()):
-            if parent and counts[node] < RARE * (sum(self.counts) - imports) and package_of(code.co_filename):
-                counts[parent] += counts[node]
-                counts[node] = 0
-        return counts
 
 
 def _lines_above(builder: TreeBuilder, node: int) -> list[tuple[str, int] | None]:

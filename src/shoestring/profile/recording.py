@@ -191,19 +191,15 @@ def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile
         ranks = RankTimes(labels, integers(arrays["ranks"]))
         if float(np.abs(ranks.own.astype(float)).sum()) > LARGEST_SUM:
             raise ValueError("the times of its ranks are too large")
-    return Profile(tree, _facts(table["facts"]), sources, ranks)
-
-
-def _facts(table: dict[str, Any]) -> Facts:
     for name in _SERIES:
-        series = table.get(name, [])
+        series = table["facts"].get(name, [])
         if isinstance(series, dict):  # since version 3; earlier versions have a list of tables
             series = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
-        table[name] = series
-    facts = record(Facts, table)
+        table["facts"][name] = series
+    facts = record(Facts, table["facts"])
     if not 0 < facts.share <= 1:
         raise ValueError(f"`share` is {facts.share}")
-    return facts
+    return Profile(tree, facts, sources, ranks)
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:

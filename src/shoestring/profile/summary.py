@@ -11,7 +11,7 @@ import numpy as np
 from shoestring.figures import nanoseconds, percent, seconds
 from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
-from shoestring.profile.lines import LineTime, by_line, import_time, in_backward, short, without_imports
+from shoestring.profile.lines import by_line, import_time, in_backward, short, without_imports
 from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.tree import CallTree, NodeKind, without_native
 
@@ -35,7 +35,13 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
         yield f"   {finding.evidence}"
         yield f"   {finding.advice}"
     lines = sorted(by_line(tree, profile.facts.inside).items(), key=lambda item: -item[1].total)
-    rows = [_line_row(profile.sources, place, line, total) for place, line in lines[:most]]
+    rows = []
+    for place, line in lines[:most]:
+        times = (nanoseconds(value) if value else "" for value in (line.forward, line.backward, line.python))
+        mostly = max(line.operators, key=lambda name: line.operators[name], default="")
+        unsure = percent(line.uncertainty / total) if line.uncertainty >= 0.0005 * total else ""
+        where, text = f"{short(place[0])}:{place[1]}", code(profile.sources, *place)
+        rows.append([percent(line.total / total), unsure, *times, where, text, mostly])
     yield ""
     yield from columns(["share", "±", "forward", "backward", "Python", "line", "code", "mostly"], rows, figures=5)
     if len(lines) > most:
@@ -87,7 +93,7 @@ def _headline(profile: Profile) -> Iterator[str]:
         yield f"{least} took least, {nanoseconds(times[least])}, and {longest} longest, {nanoseconds(times[longest])}"
     beside = int(tree.inclusive[0]) - (facts.seconds - facts.overhead) * 1e9
     if beside > _NOTABLE * tree.inclusive[0]:
-        yield f"other threads worked beside the first for {nanoseconds(beside)}, which lines and operators include"
+        yield f"lines and operators include {nanoseconds(beside)} of other threads, which ran at the same time"
     if device := int(tree.device.sum()):
         yield f"{nanoseconds(device)} on the accelerator"
     if facts.share < 1:
@@ -126,20 +132,6 @@ def waits(facts: Facts) -> list[tuple[str, float]]:
 def root(tree: CallTree) -> np.ndarray:
     """Mask that selects the root node, whose own time belongs to no line and no operator."""
     return tree.kind == NodeKind.ROOT
-
-
-def _line_row(sources: Mapping[str, str], place: tuple[str, int], line: LineTime, total: int) -> list[str]:
-    times = (nanoseconds(value) if value else "" for value in (line.forward, line.backward, line.python))
-    mostly = max(line.operators, key=lambda name: line.operators[name], default="")
-    unsure = percent(line.uncertainty / total) if line.uncertainty >= 0.0005 * total else ""
-    return [
-        percent(line.total / total),
-        unsure,
-        *times,
-        f"{short(place[0])}:{place[1]}",
-        code(sources, *place),
-        mostly,
-    ]
 
 
 def by_operator(tree: CallTree) -> dict[str, tuple[int, int]]:

@@ -256,7 +256,7 @@ class Windows:
             self._close(position)
         if position >= block.end:
             self._end(position)
-            self._next(position)
+            self.block = self._next_block(position)
             if position >= self.block.opens:
                 self._open(position)
 
@@ -314,7 +314,7 @@ class Windows:
             self._keep_budget(self.budget, length)
         self.block_began, self.window, self.handled = self.cost(), None, self.handling
 
-    def _next(self, position: float) -> None:
+    def _next_block(self, position: float) -> Stratum:
         unit = 1 if self.stepping else WINDOW
         seconds = min(max(BLOCK[0], self.now / 10), BLOCK[1])
         unit_seconds = (self.step_seconds or seconds) if self.stepping else WINDOW
@@ -325,10 +325,9 @@ class Windows:
         most = ceil(max(self.now, BLOCK[1]) / unit_seconds)
         if self.budget is not None and length > most:
             # the first windows exceeded the budget: record nothing for a while, then plan a block again
-            self.block = Stratum(position, position + most * unit, inf, inf)
-            return
+            return Stratum(position, position + most * unit, inf, inf)
         opens = position + unit * (self.random.randrange(length - window + 1))
-        self.block = Stratum(position, position + length * unit, opens, opens + window * unit)
+        return Stratum(position, position + length * unit, opens, opens + window * unit)
 
 
 def _columns(data: Counters) -> np.ndarray:

@@ -48,16 +48,6 @@ def open_drafter(
         return SkippingDrafter(speculation)
     from shoestring.decode.compiled import choose_passes
     from shoestring.decode.drafters.model import ModelDrafter
-
-    smaller = _load_smaller(speculation, model, tokenizer)
-    alike = next((weight for weight in model.parameters() if weight.is_floating_point()), None)
-    if alike is not None:
-        smaller = smaller.to(alike.device, alike.dtype if speculation.draft_dtype == "model" else None)
-    return ModelDrafter(choose_passes(smaller, None, passes), slots, speculation, room)
-
-
-def _load_smaller(speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None) -> nn.Module:
-    """Load the smaller model that the settings name, and check that it has the model's vocabulary."""
     from shoestring.models.loading import load_model
 
     smaller, own = load_model(speculation.draft)
@@ -70,7 +60,10 @@ def _load_smaller(speculation: Speculation, model: nn.Module, tokenizer: Tokeniz
         )
     if tokenizer is not None and own is not None and tokenizer.engine.get_vocab() != own.engine.get_vocab():
         raise ConfigError(f"the tokenizer of the drafter `{speculation.draft}` differs from the model's", hint=hint)
-    return smaller
+    alike = next((weight for weight in model.parameters() if weight.is_floating_point()), None)
+    if alike is not None:
+        smaller = smaller.to(alike.device, alike.dtype if speculation.draft_dtype == "model" else None)
+    return ModelDrafter(choose_passes(smaller, None, passes), slots, speculation, room)
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -43,7 +43,16 @@ class StepwiseDrafter(Drafter):
         for step in range(max(counts, default=0)):
             asked = [index for index in asked if counts[index] > step]
             logits = self._read({rows[index].slot: fresh[index] for index in asked})
-            positions = [self._positions(rows[index], drafts[index], logits[rows[index].slot]) for index in asked]
+            positions = []
+            for index in asked:
+                row, drafted = rows[index], [token for drawn in drafts[index] for token in drawn.tokens]
+                sampling, start = row.request.sampling, len(row.history)
+                text = [*row.history, *drafted] if drafted else row.history  # the history is copied only if it must be
+                if self.invariant:
+                    own = key(sampling.seed, Purpose.TEXT, len(text))
+                else:
+                    own = key(sampling.seed, Purpose.DRAFT, len(text), start)
+                positions.append(Positions(logits[row.slot], text, sampling, [own]))
             for index, drawn in zip(asked, draw(positions), strict=True):
                 drafts[index].append(drawn)
                 fresh[index] = drawn.tokens
@@ -63,13 +72,3 @@ class StepwiseDrafter(Drafter):
             tokens[slot - first, : len(own)] = torch.tensor(own)
         logits = self.model.read(tokens, self.cache, rows=slice(first, end), counts=counts)
         return {slot: logits[slot - first, len(own) - 1 : len(own)] for slot, own in fresh.items()}
-
-    def _positions(self, row: Row, drawn: Sequence[Drawn], logits: Tensor) -> Positions:
-        """The next position of a row's draft, with its logits and the key of its random numbers."""
-        text = [*row.history, *(token for step in drawn for token in step.tokens)] if drawn else row.history
-        seed, start = row.request.sampling.seed, len(row.history)
-        if self.invariant:
-            own = key(seed, Purpose.TEXT, len(text))
-        else:
-            own = key(seed, Purpose.DRAFT, len(text), start)
-        return Positions(logits, text, row.request.sampling, [own])

@@ -76,7 +76,21 @@ class HarnessModel(LM):
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """The log-probability of each continuation after its context, and whether greedy decoding would generate it."""
-        pairs = [self._pair(*request.args) for request in requests]
+        pairs: list[tuple[list[int], list[int]]] = []
+        for context, continuation in (request.args for request in requests):
+            # White space at the end of the context is moved to the beginning of the continuation, because tokens begin
+            # with white space rather than end with it.
+            stripped = context.rstrip()
+            continuation = context[len(stripped) :] + continuation
+            if stripped:
+                before, whole = self._encode(stripped), self._encode(stripped + continuation)
+                # If one token covers the border of the two texts, no tokens may be left for the continuation.
+                after = whole[len(before) :] or self._encode(continuation, prefix=False)
+            else:
+                after = self._encode(continuation, prefix=False)
+                before = self._begin
+                after = after[1:] if after[:1] == before else after
+            pairs.append((before, after))
         results = [(logprob, greedy) for logprob, greedy in self._scores("continuations", pairs)]
         self._remember("loglikelihood", requests, results)
         return results
@@ -172,23 +186,6 @@ class HarnessModel(LM):
         """Tokens of a text; `prefix` adds the special tokens before it, unless the text begins with them."""
         added = self.texts.prefix if prefix and not (self._prefix and text.startswith(self._prefix)) else []
         return [*added, *self.texts.encode_with_special(text)]
-
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of a context and tokens of its continuation, from the tokenization of the whole text.
-
-        White space at the end of the context is moved to the beginning of the continuation, because tokens begin with
-        white space rather than end with it.
-        """
-        stripped = context.rstrip()
-        context, continuation = stripped, context[len(stripped) :] + continuation
-        if context:
-            before, whole = self._encode(context), self._encode(context + continuation)
-            # If one token covers the border of the two texts, no tokens may be left for the continuation.
-            return before, whole[len(before) :] or self._encode(continuation, prefix=False)
-        tokens = self._encode(continuation, prefix=False)
-        if tokens[:1] == self._begin:
-            return tokens[:1], tokens[1:]
-        return self._begin, tokens
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,15 @@ def score(
     Raises:
         ConfigError: a token is not in the model's vocabulary.
     """
-    windows = [window for index, pair in enumerate(pairs) for window in _windows(index, *pair, adapter.context)]
+    windows: list[_TargetWindow] = []
+    size = adapter.context
+    for index, (context, continuation) in enumerate(pairs):
+        text = (*context, *continuation)
+        for start in range(len(context), len(text), size):
+            end = min(start + size, len(text))
+            # At most `size` tokens are read of a window, because its last token need not be read.
+            before = text[max(0, end - size - 1) : start]
+            windows.append(_TargetWindow(index, before, text[start:end], end == len(text)))
     # Refuse tokens outside the vocabulary; on a GPU, an index out of range would end the process.
     largest = max((max(window.context + window.targets) for window in windows), default=0)
     if adapter.vocabulary is not None and largest >= adapter.vocabulary:
@@ -92,20 +100,12 @@ def score(
             for window in row.windows:
                 targets = torch.tensor(window.targets, device=logits.device)
                 logprob = (logits.gather(-1, targets[:, None])[:, 0] - total).sum()
-                before = scores[window.pair]
+                earlier = scores[window.pair]
                 scores[window.pair] = Score(
-                    before.logprob + float(logprob), before.greedy and bool((best == targets).all())
+                    earlier.logprob + float(logprob), earlier.greedy and bool((best == targets).all())
                 )
         done(sum(window.last for row in rows for window in row.windows))
     return scores
-
-
-def _windows(pair: int, context: Sequence[int], continuation: Sequence[int], size: int) -> Iterator[_TargetWindow]:
-    """Cut a pair into windows; a window reads at most `size` tokens, because its last token need not be read."""
-    text = (*context, *continuation)
-    for start in range(len(context), len(text), size):
-        end = min(start + size, len(text))
-        yield _TargetWindow(pair, text[max(0, end - size - 1) : start], text[start:end], end == len(text))
 
 
 def _batches(windows: Sequence[_TargetWindow], size: int, *, shares: bool) -> Iterator[list[_Row]]:
@@ -122,14 +122,11 @@ def _batches(windows: Sequence[_TargetWindow], size: int, *, shares: bool) -> It
     for row in sorted(rows.values(), key=lambda row: (-len(row.targets), row.targets)):
         groups.setdefault(row.context if shares else row.tokens, []).append(row)
     # The order depends on the tokens alone, not on the order of the pairs.
-    ordered = [row for _, rows in sorted(groups.items(), key=_longest_first) for row in rows]
+    longest_first = sorted(groups.items(), key=lambda group: (-max(len(row.tokens) for row in group[1]), group[0]))
+    ordered = [row for _, rows in longest_first for row in rows]
     for start in range(0, len(ordered), size):
         leaders = {row.context: row for row in reversed(ordered[start : start + size])}
         yield sorted(ordered[start : start + size], key=lambda row: leaders[row.context] is not row)
-
-
-def _longest_first(group: tuple[Tokens, list[_Row]]) -> tuple[int, Tokens]:
-    return -max(len(row.tokens) for row in group[1]), group[0]
 
 
 def _read(adapter: Adapter, rows: Sequence[_Row], *, shares: bool) -> list[Tensor]:

@@ -183,25 +183,20 @@ class AdapterCatalog:
         inner = adapter_folder.find(folder)
         if inner is None:
             raise CheckpointError(f"`{folder}` holds no adapter", hint="name a folder with an adapter_config.json")
-        self._check_tokenizer(inner)
+        path, own = inner / _TOKENIZER, self.served.tokenizer
+        if path.exists():
+            tokenizer = load_tokenizer(path)
+            if tokenizer.vocab_size != own.vocab_size:
+                raise CheckpointError(
+                    f"the adapter in `{inner}` is for a vocabulary of {tokenizer.vocab_size} tokens, "
+                    f"and the model has {own.vocab_size}",
+                    hint="the adapter belongs to another model",
+                )
+            if (template := template_source(tokenizer)) is not None and template != template_source(own):
+                log.warning("the chat template in `%s` is not used: chats are rendered with the model's", inner)
         base, served = adapter_folder.base_of(inner), self.base.removeprefix(hf.PREFIX)
         same_folder = Path(base).is_dir() and Path(served).is_dir() and Path(base).samefile(served)
         if base and not (same_folder or Path(base).name == Path(served).name):
             log.warning("the adapter %s was trained on `%s`; this server has `%s`", name, base, self.base)
         with opening(inner, "the adapter in"):
             return ServedAdapter(name, self.model.load(inner))
-
-    def _check_tokenizer(self, folder: Path) -> None:
-        """Refuse an adapter with another vocabulary; warn about another chat template, which is not used."""
-        path, own = folder / _TOKENIZER, self.served.tokenizer
-        if not path.exists():
-            return
-        tokenizer = load_tokenizer(path)
-        if tokenizer.vocab_size != own.vocab_size:
-            raise CheckpointError(
-                f"the adapter in `{folder}` is for a vocabulary of {tokenizer.vocab_size} tokens, "
-                f"and the model has {own.vocab_size}",
-                hint="the adapter belongs to another model",
-            )
-        if (template := template_source(tokenizer)) is not None and template != template_source(own):
-            log.warning("the chat template in `%s` is not used: chats are rendered with the model's", folder)

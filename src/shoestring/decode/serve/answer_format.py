@@ -42,7 +42,10 @@ def _wanted(fields: RequestFields, name: str, where: str) -> AnswerFormat | None
     flat = name == "text"
     value = fields.get(name)
     if value is not None and flat:
-        value = _inner(fields, name)
+        outer = RequestFields(value, name)
+        value = outer.get("format")
+        outer.only("verbosity", [], "the model knows nothing of it")
+        outer.finish()
     if value is None:
         return None
     content = RequestFields(value, where)
@@ -58,14 +61,6 @@ def _wanted(fields: RequestFields, name: str, where: str) -> AnswerFormat | None
         raise content.wrong("type", "is not `text`, `json_object` or `json_schema`")
     content.finish()
     return answer_format
-
-
-def _inner(fields: RequestFields, name: str) -> Any:
-    outer = RequestFields(fields.get(name), name)
-    value = outer.get("format")
-    outer.only("verbosity", [], "the model knows nothing of it")
-    outer.finish()
-    return value
 
 
 def _structured(fields: RequestFields) -> AnswerFormat | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -110,7 +110,25 @@ class Answer:
         grammar: Grammar | None = None,
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
-        self.requests = list(_requests(asked, served, namespace, adapter, client, grammar))
+        most = served.max_tokens if asked.max_new is None else asked.max_new
+        # All texts of the first prompt, then all texts of the second prompt, and so on.
+        self.requests = [
+            Request(
+                tokens=prompt.tokens,
+                max_new=min(most, served.context - len(prompt.tokens)),  # a full context ends a text with `length`
+                sampling=replace(asked.sampling, seed=(asked.sampling.seed + number) % 2**63),
+                changes=asked.changes,
+                constraint=None if grammar is None else grammar.start(),
+                stop=served.stop.union(asked.stop_token_ids),
+                logprobs=asked.logprobs,
+                prompt_logprobs=asked.echo and asked.logprobs is not None,
+                namespace=namespace,
+                adapter=adapter,
+                client=client,
+            )
+            for prompt in asked.prompts
+            for number in range(asked.count)
+        ]
         self.texts = [_text(asked, served, request) for request in self.requests]
         self.batch: Batch | None = None
 
@@ -159,13 +177,18 @@ class Answer:
         if first:
             text.begun, text.reused = now, news.reused
             self.metrics.first_token.observe(now - self.began)
-        echo = self._echo(news) if first else Said(news.index, [], None, None, False)
+        echo: list[Content] = []
+        logprobs: Json | None = None
+        if first and self.asked.echo:
+            prompt = self._prompt(news.index)
+            echo = [prompt.text]
+            if self.asked.logprobs is not None and isinstance(self.form, CompletionForm):
+                logprobs = self.form.prompt_logprobs(prompt, news.prompt_logprobs)
         content, shown, drafted = self._grow(text, news)
         if text.over or news.ending is not None:
             reason = "stop" if text.over else news.ending
             called = text.calls is not None and text.calls.calls > 0
             self._finish(text, "tool_calls" if called and reason == "stop" else reason, now)
-        logprobs = echo.logprobs
         if self.asked.logprobs is not None and (shown or first):
             echoed = len(self._prompt(news.index).text) if self.asked.echo else 0
             logprobs = joined(logprobs, self.form.logprobs(shown, echoed))
@@ -173,7 +196,7 @@ class Answer:
         if self.asked.drafts and news.drafted:
             names = [name(self.form.tokenizer, token) for token in news.drafted]
             draft = {"tokens": names, "accepted": news.accepted, "characters": drafted}
-        return Said(news.index, [*echo.content, *content], logprobs, text.reason, first, draft)
+        return Said(news.index, [*echo, *content], logprobs, text.reason, first, draft)
 
     def _grow(self, text: _Text, news: News) -> tuple[list[Content], list[Shown], int]:
         """Add new tokens to a text, up to its end; returns what can be sent now, and the number of characters that
@@ -204,15 +227,6 @@ class Answer:
 
     def _prompt(self, index: int) -> Any:
         return self.asked.prompts[index // self.asked.count]
-
-    def _echo(self, news: News) -> Said:
-        """The first piece of a text: the prompt if it is to be echoed, else nothing."""
-        if not self.asked.echo:
-            return Said(news.index, [], None, None, True)
-        prompt, logprobs = self._prompt(news.index), None
-        if self.asked.logprobs is not None and isinstance(self.form, CompletionForm):
-            logprobs = self.form.prompt_logprobs(prompt, news.prompt_logprobs)
-        return Said(news.index, [prompt.text], logprobs, None, True)
 
     def usage(self) -> Json:
         """Token counts of the answer; a prompt counts once, however many texts continue it."""
@@ -323,36 +337,6 @@ def _text(asked: Asked, served: Served, request: Request) -> _Text:
     marks = () if calls is None else calls.marks()
     stream = served.tokenizer.stream(request.tokens, asked.skip_special_tokens, marks)
     return _Text(Writing(stream, asked.stops), calls)
-
-
-def _requests(
-    asked: Asked,
-    served: Served,
-    namespace: str,
-    adapter: LoadedAdapter | None,
-    client: str,
-    grammar: Grammar | None,
-) -> Iterator[Request]:
-    """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
-
-    A text ends when the context is full; its `finish_reason` is then `length`.
-    """
-    most = served.max_tokens if asked.max_new is None else asked.max_new
-    for prompt in asked.prompts:
-        for number in range(asked.count):
-            yield Request(
-                tokens=prompt.tokens,
-                max_new=min(most, served.context - len(prompt.tokens)),
-                sampling=replace(asked.sampling, seed=(asked.sampling.seed + number) % 2**63),
-                changes=asked.changes,
-                constraint=None if grammar is None else grammar.start(),
-                stop=served.stop.union(asked.stop_token_ids),
-                logprobs=asked.logprobs,
-                prompt_logprobs=asked.echo and asked.logprobs is not None,
-                namespace=namespace,
-                adapter=adapter,
-                client=client,
-            )
 
 
 def _body(data: bytes, more: bool = False) -> Message:

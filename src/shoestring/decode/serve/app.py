@@ -36,7 +36,6 @@ from shoestring.decode.serve.responses import ResponseForm
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.settings import Serving, is_loopback
 from shoestring.decode.serve.understanding import Kind, Understanding, parsed
-from shoestring.decode.settings import AnswerFormat
 
 log = logging.getLogger("shoestring.serve")
 
@@ -169,7 +168,7 @@ class App:
             answer.close()
 
     async def _understand(self, request: Request, kind: Kind, began: float) -> Asked:
-        """Receive the body of a request, and parse and check it."""
+        """Receive the body of a request, and parse and check it; afterwards the body is no longer in memory."""
         raw = bytearray()
         try:
             await self._receive(request, raw)
@@ -182,20 +181,22 @@ class App:
 
     async def _compiled(self, request: Request, asked: Asked, began: float) -> Grammar | None:
         """Compile the answer format of a request; None if the request sets none."""
-        if asked.answer_format is None:
+        answer_format = asked.answer_format
+        if answer_format is None:
             return None
+
+        def compile_format() -> Grammar:  # in another thread, one at a time
+            with self._reading:
+                if self._grammars is None:  # reading the tokenizer takes a second if its vocabulary is large
+                    tokenizer = self.served.tokenizer
+                    self._grammars = Grammars(tokenizer.engine.to_str(), tokenizer.vocab_size, self.served.stop)
+            return self._grammars.compile(answer_format)
+
         seconds = self.settings.timeout - (time.monotonic() - began)
         try:
-            return await unless_gone(request.receive, asyncio.to_thread(self._compile, asked.answer_format), seconds)
+            return await unless_gone(request.receive, asyncio.to_thread(compile_format), seconds)
         except ConfigError as error:
             raise invalid(str(error), asked.format_field, "format") from error
-
-    def _compile(self, answer_format: AnswerFormat) -> Grammar:
-        with self._reading:
-            if self._grammars is None:  # reading the tokenizer takes a second if its vocabulary is large
-                served = self.served
-                self._grammars = Grammars(served.tokenizer.engine.to_str(), served.tokenizer.vocab_size, served.stop)
-        return self._grammars.compile(answer_format)
 
     def _check_open(self) -> None:
         """Refuse requests while the server shuts down, or after the engine's thread has ended."""

@@ -106,8 +106,16 @@ def completion(content: Any, served: Served) -> Asked:
     count = fields.integer("n", 1, 1, TEXTS)
     fields.only("best_of", [1, count], "every text is returned")
     logprobs, echo = fields.integer("logprobs", -1, 0, TOP), fields.flag("echo")
+    # One text, a list of texts, the token ids of one text, or a list of the token ids of several texts.
+    value = fields.get("prompt")
+    if value is None:
+        value = ""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        value = [value]
+    if not isinstance(value, list) or not 0 < len(value) <= TEXTS:
+        raise fields.wrong("prompt", f"is neither a text, nor tokens, nor a list of up to {TEXTS} of them")
     asked = Asked(
-        prompts=_prompts(fields, served, echo),
+        prompts=[_prompt(prompt, fields, served, echo) for prompt in value],
         count=count,
         max_new=fields.integer("max_tokens", 16, 0, served.max_tokens),
         sampling=_sampling(fields, served.defaults.rule),
@@ -300,19 +308,6 @@ def _streaming(fields: RequestFields) -> dict[str, Any]:
     return {"stream": stream, "usage": usage, "drafts": drafts}
 
 
-def _prompts(fields: RequestFields, served: Served, echo: bool) -> list[Prompt]:
-    """Parse `prompt`: one text, a list of texts, the token ids of one text, or a list of the token ids of several
-    texts."""
-    value = fields.get("prompt")
-    if value is None:
-        value = ""
-    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
-        value = [value]
-    if not isinstance(value, list) or not 0 < len(value) <= TEXTS:
-        raise fields.wrong("prompt", f"is neither a text, nor tokens, nor a list of up to {TEXTS} of them")
-    return [_prompt(prompt, fields, served, echo) for prompt in value]
-
-
 def _prompt(value: Any, fields: RequestFields, served: Served, echo: bool) -> Prompt:
     """Encode and check one prompt."""
     if isinstance(value, str) and len(value) > served.characters:
@@ -350,7 +345,16 @@ def _conversation(
     Args:
         name: the field that holds the conversation.
     """
-    arguments = _template_arguments(fields) | ({"tools": tools.offered} if tools.offered else {})
+    # Further variables of the chat template, such as `enable_thinking`.
+    variables = fields.get("chat_template_kwargs")
+    if variables is None:
+        variables = {}
+    are_plain = isinstance(variables, dict) and all(
+        value is None or isinstance(value, bool | int | float) or is_text(value) for value in variables.values()
+    )
+    if not are_plain or variables.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
+        raise fields.wrong("chat_template_kwargs", "is not an object of plain values for variables of the template")
+    arguments = variables | ({"tools": tools.offered} if tools.offered else {})
     check_length(messages, arguments, name, served)
     calling = tools.calling(served.template_source) if tools.offered else None
     opening = "" if calling is None else calling.opening
@@ -368,16 +372,3 @@ def _format(fields: RequestFields, name: str, tools: Tools, calling: Calling | N
         return {}
     grammar = call_grammar(calling, served.template_source, tools.schemas, served.tokenizer)
     return {"answer_format": AnswerFormat("grammar", grammar), "format_field": "tools"}
-
-
-def _template_arguments(fields: RequestFields) -> dict[str, Any]:
-    """Parse `chat_template_kwargs`: further variables of the chat template, such as `enable_thinking`."""
-    values = fields.get("chat_template_kwargs")
-    if values is None:
-        return {}
-    plain = isinstance(values, dict) and all(
-        value is None or isinstance(value, bool | int | float) or is_text(value) for value in values.values()
-    )
-    if not plain or values.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
-        raise fields.wrong("chat_template_kwargs", "is not an object of plain values for variables of the template")
-    return values

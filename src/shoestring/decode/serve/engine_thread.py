@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 
@@ -123,13 +122,24 @@ class EngineThread:
         """Queue texts for generation."""
         batch = Batch(requests)
         self.unfinished += len(requests)
-        self._orders.put(partial(self._seat, batch))
+
+        def seat() -> None:  # in the engine's thread
+            batch.rows = [self.engine.submit(request) for request in batch.requests]
+            self._places |= {row: (batch, index) for index, row in enumerate(batch.rows)}
+            self._report([row for row in batch.rows if row.ending is not None])
+
+        self._orders.put(seat)
         return batch
 
     def cancel(self, batch: Batch, index: int | None = None) -> None:
         """Cancel the unfinished texts of a batch, or only the text `index`; the slots are freed before the next
         pass."""
-        self._orders.put(partial(self._cancel, batch, index))
+
+        def cancel_rows() -> None:  # in the engine's thread
+            rows = batch.rows if index is None else [batch.rows[index]]
+            self._cut([row for row in rows if row.ending is None])
+
+        self._orders.put(cancel_rows)
 
     def cancel_all(self) -> None:
         """Cancel every text."""
@@ -176,15 +186,6 @@ class EngineThread:
         # Texts that end before they get a slot are not in `changed`.
         ended = [row for row in self._places if row.ending is not None and row not in changed]
         self._report([*changed, *ended])
-
-    def _seat(self, batch: Batch) -> None:
-        batch.rows = [self.engine.submit(request) for request in batch.requests]
-        self._places |= {row: (batch, index) for index, row in enumerate(batch.rows)}
-        self._report([row for row in batch.rows if row.ending is not None])
-
-    def _cancel(self, batch: Batch, index: int | None) -> None:
-        rows = batch.rows if index is None else [batch.rows[index]]
-        self._cut([row for row in rows if row.ending is None])
 
     def _cut(self, running: Sequence[Row]) -> None:
         """Cancel running texts, and report their end."""

@@ -108,15 +108,16 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch()
         elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self.patience, self._expire)
 
-    def _expire(self) -> None:
-        self._deadline = None
-        unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the client is still reading the last answer
-            self._watch()
-        else:
-            self.transport.abort()
+            def expire() -> None:
+                self._deadline = None
+                unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+                if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the last answer is still being read
+                    self._watch()
+                else:
+                    self.transport.abort()
+
+            self._deadline = self.loop.call_later(self.patience, expire)
 
     def _unwatch(self) -> None:
         if self._deadline is not None:
@@ -197,26 +198,20 @@ async def serve(
         waiting = asyncio.create_task(stop.wait())
         await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        await _drain(app, hurry)
+        app.stopping = True
+        if app.worker.unfinished:
+            log.info("the server is stopping: %d running texts have %g s to end", app.worker.unfinished, settings.grace)
+        end = loop.time() + settings.grace
+        while app.worker.unfinished and loop.time() < end and not hurry.is_set():
+            await asyncio.sleep(0.02)
+        app.worker.cancel_all()
+        while app.worker.unfinished and app.worker.alive and loop.time() < end + LAST:
+            await asyncio.sleep(0.02)
         server.should_exit = True
         await running
     finally:
         for number in SIGNALS if handled else ():
             loop.remove_signal_handler(number)
-
-
-async def _drain(app: App, hurry: asyncio.Event) -> None:
-    """Refuse new requests, wait for running texts, and cut off the texts that are unfinished after the grace period."""
-    app.stopping = True
-    if app.worker.unfinished:
-        log.info("the server is stopping: %d running texts have %g s to end", app.worker.unfinished, app.settings.grace)
-    loop = asyncio.get_running_loop()
-    end = loop.time() + app.settings.grace
-    while app.worker.unfinished and loop.time() < end and not hurry.is_set():
-        await asyncio.sleep(0.02)
-    app.worker.cancel_all()
-    while app.worker.unfinished and app.worker.alive and loop.time() < end + LAST:
-        await asyncio.sleep(0.02)
 
 
 @contextmanager

@@ -139,7 +139,11 @@ def build(setup: bytes) -> Callable[[bytes], bytes]:
     def handle(attachments: bytes) -> bytes:
         kind, _, raw = attachments.partition(b" ")
         if kind == b"check":
-            return json.dumps({"error": _template_error(served)}).encode()
+            try:
+                error = "" if served.template is not None or not served.chat else "there is no chat template"
+            except DataError as problem:
+                error = str(problem)
+            return json.dumps({"error": error}).encode()
         try:
             asked = _KINDS[kind.decode()](parsed(raw), served)
         except RequestError as refusal:
@@ -153,13 +157,6 @@ def build(setup: bytes) -> Callable[[bytes], bytes]:
         return _packed({**asdict(replace(asked, prompts=[])), "prompts": prompts}, tokens.tobytes())
 
     return handle
-
-
-def _template_error(served: Served) -> str:
-    try:
-        return "" if served.template is not None or not served.chat else "there is no chat template"
-    except DataError as error:
-        return str(error)
 
 
 def _packed(head: Mapping[str, Any], tail: bytes = b"") -> bytes:

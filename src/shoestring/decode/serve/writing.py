@@ -41,9 +41,8 @@ class Writing:
         self._held = ""
         self._sent = 0
         self._open: list[Shown] = []  # tokens whose last character is not complete
-        self._waiting: deque[tuple[int, Shown]] = (
-            deque()
-        )  # complete tokens that are held back, each with its end position in the text
+        self._waiting: deque[tuple[int, Shown]] = deque()
+        """Complete tokens that are held back, each with its end position in the text."""
 
     def add(self, token: int, entry: TokenLogprob | None = None) -> TextPiece:
         """Add a token, and return the text that can be sent now; must not be called once the text has `stopped`."""
@@ -77,22 +76,12 @@ class Writing:
             self._open = []
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if not ends:
-            return self._send(len(self._held) - self._undecided())
+            held = self._held  # its last characters stay if they may begin a stop string
+            lengths = ((stop, range(1, min(len(stop), len(held) + 1))) for stop in self._stops)
+            undecided = (count for stop, counts in lengths for count in counts if held.endswith(stop[:count]))
+            return self._send(len(held) - max(undecided, default=0))
         self.stopped = True
         return self._send(min(ends)[1])
-
-    def _undecided(self) -> int:
-        """Number of characters at the end of the held text that may begin a stop string."""
-        held = self._held
-        return max(
-            (
-                count
-                for stop in self._stops
-                for count in range(1, min(len(stop), len(held) + 1))
-                if held.endswith(stop[:count])
-            ),
-            default=0,
-        )
 
     def _send(self, count: int) -> TextPiece:
         text, self._held = self._held[:count], self._held[count:]

@@ -69,24 +69,18 @@ class OnlineSkipping(Adapter):
 
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         decodes = tokens.shape[1] == 1
-        if decodes:
-            self._choose()
+        if decodes and self._observer is not None:
+            if self._first is None and self._seen >= LEARNT:  # the first choice
+                self._first = gather(self._observer, self.costs, self.at)
+                self.ratios = dict(least_harm(self._first, self.share * self._first.total))
+                self._observer, self._seen = Observer(self.model, leave_out=self.ratios), 0
+            elif self._first is not None and self._seen >= WATCHED:  # the second choice
+                watched = gather(self._observer, self.costs, self.at)
+                self.ratios |= within_price(watched, price(self._first, self.ratios))
+                self._observer = None
         with skipping(self.model, self.ratios if decodes else {}):
             if self._observer is None or (self._first is not None and not decodes):
                 return self.inner.logits(tokens, cache, place, last)
             self._seen += tokens.shape[1]
             with self._observer:
                 return self.inner.logits(tokens, cache, place, last)
-
-    def _choose(self) -> None:
-        """Make the first or the second choice, if enough tokens were observed."""
-        if self._observer is None:
-            return
-        if self._first is None and self._seen >= LEARNT:
-            self._first = gather(self._observer, self.costs, self.at)
-            self.ratios = dict(least_harm(self._first, self.share * self._first.total))
-            self._observer, self._seen = Observer(self.model, leave_out=self.ratios), 0
-        elif self._first is not None and self._seen >= WATCHED:
-            watched = gather(self._observer, self.costs, self.at)
-            self.ratios |= within_price(watched, price(self._first, self.ratios))
-            self._observer = None

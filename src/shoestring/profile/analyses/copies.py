@@ -82,9 +82,9 @@ def _through_lists(reading: Reading) -> Iterator[Finding]:
         saves = reading.gain("copies", taken, nodes)
         if saves.expected >= MATTERS:
             yield reading.finding(
-                "a tensor goes through a list of Python and becomes one again",
+                "a tensor is converted to a Python list and back",
                 place,
-                f"Taking values out of a tensor and making one of them takes {nanoseconds(taken)},"
+                f"Reading values out of a tensor and making a new tensor of them takes {nanoseconds(taken)},"
                 f" {percent(reading.share(taken))} of the time; on an accelerator each step waits for both copies.",
                 "Compute with the tensor itself: indexing, torch.where and sorting need no lists.",
                 saves,

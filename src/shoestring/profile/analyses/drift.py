@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoestring.figures import nanoseconds, seconds
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading
 from shoestring.profile.findings import Finding
 
 FEWEST_STEPS, FEWEST = 24, 12
@@ -36,7 +35,10 @@ def drifts(reading: Reading) -> Iterator[Finding]:
     # processor seconds per step in each twelfth of the steps
     ends = np.linspace(steps[0], steps[-1], FEWEST + 1)
     times = np.diff(np.interp(ends, steps, processor)) / np.diff(ends)
-    if not _grows(times):
+    # the times must grow from quarter to quarter, by `GROWTH` in all, and correlate with the number of the step
+    quarters = times.reshape(4, -1).mean(1)
+    correlation = np.corrcoef(np.arange(len(times)), np.argsort(np.argsort(times)))[0, 1]
+    if not ((np.diff(quarters) > 0).all() and quarters[3] >= GROWTH * quarters[0] and correlation >= ORDERLY):
         return
     count = int(steps[-1] - steps[0])
     # growth of the step time from the first to the last step, by the Theil-Sen estimator: the median of pairwise slopes
@@ -44,51 +46,35 @@ def drifts(reading: Reading) -> Iterator[Finding]:
     slopes = (times[second_of_pair] - times[first_of_pair]) / (second_of_pair - first_of_pair)
     slope = float(np.median(slopes)) * len(times)
     drifted = reading.total * max(slope, 0.0) / 2 / float(times.mean())
-    calls = _growing(reading, drifted)
-    if not calls:
-        return
-    place = costliest(calls).place
-    first, *_, last = times.reshape(4, -1).mean(1)
+    lines: dict[Place, list[OperatorCall]] = {}
+    for call in reading.calls:
+        # the sizes of the call's arguments keep changing, or later steps compute the call's gradients again
+        slower = call.forward >= 1.5 * int(reading.tree.least[call.node]) * call.count
+        larger = reading.tree.variants[call.node] >= SIZES and slower
+        grows = call.count >= FEWEST and (larger or call.evaluated >= AGAIN * call.count)
+        if call.place[0] and grows:
+            lines.setdefault(call.place, []).append(call)
+    excess = {place: sum(_excess(reading, call) for call in calls) for place, calls in lines.items()}
+    place = max(excess, key=lambda place: excess[place], default=None)
+    if place is None or excess[place] < EXPLAINED * drifted:
+        return  # no line explains enough of the drift
+    calls = lines[place]
+    first, *_, last = quarters
     nodes = [call.node for call in calls]
     saves = reading.gain("drift", drifted, nodes)
     if saves.expected < MATTERS:
         return
-    excess = sum(_excess(reading, call) for call in calls)
     yield reading.finding(
         "steps take longer and longer",
         place,
         f"The first quarter of {count} steps take {seconds(first)} each, the last"
         f" {seconds(last)};"
-        f" calls on this line take {nanoseconds(excess)} more than if each were as quick as the quickest.",
+        f" calls on this line take {nanoseconds(excess[place])} more than if each were as quick as the quickest.",
         "Something that this line works on grows with each step: keep its size fixed (a buffer of fixed size, the last"
         " few results only, detach() for what earlier steps computed).",
         saves,
         nodes,
     )
-
-
-def _grows(times: NDArray[np.float64]) -> bool:
-    """Whether step times grow from quarter to quarter, in total by the ratio `GROWTH`, and correlate with time."""
-    quarters = times.reshape(4, -1).mean(1)
-    ranks = np.argsort(np.argsort(times))
-    ordered = bool((np.diff(quarters) > 0).all())
-    correlated = np.corrcoef(np.arange(len(times)), ranks)[0, 1] >= ORDERLY
-    return ordered and quarters[3] >= GROWTH * quarters[0] and bool(correlated)
-
-
-def _growing(reading: Reading, drifted: float) -> list[OperatorCall]:
-    """Calls on the line that explains most of the drift; empty if no line explains enough."""
-    tree, lines = reading.tree, dict[Place, list[OperatorCall]]()
-    for call in reading.calls:
-        # the sizes of the call's arguments keep changing, or later steps compute the call's gradients again
-        slower = call.forward >= 1.5 * int(tree.least[call.node]) * call.count
-        larger = tree.variants[call.node] >= SIZES and slower
-        grows = call.count >= FEWEST and (larger or call.evaluated >= AGAIN * call.count)
-        if call.place[0] and grows:
-            lines.setdefault(call.place, []).append(call)
-    excess = {place: sum(_excess(reading, call) for call in calls) for place, calls in lines.items()}
-    place = max(excess, key=lambda place: excess[place], default=("", 0))
-    return lines[place] if place in lines and excess[place] >= EXPLAINED * drifted else []
 
 
 def _excess(reading: Reading, call: OperatorCall) -> float:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shoestring.figures import nanoseconds
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
+from shoestring.profile.analyses.reading import OperatorCall, Reading
 from shoestring.profile.analyses.statements import Function, Loop
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import Integers, NodeKind, totals
@@ -31,8 +31,24 @@ def kept_gradients(reading: Reading) -> Iterator[Finding]:
     graphed = totals(tree.parent, useless)
     own = (reading.lines == np.arange(len(tree))) & (tree.kind == NodeKind.PYTHON) & ~reading.behind
     for node in reading.topmost(own & (graphed > 0) & (reading.gradients == 0)):
-        if reading.share(int(graphed[node])) >= SHARE:
-            yield _finding(reading, _of_one_function(reading, own, graphed, node), graphed)
+        if reading.share(int(graphed[node])) < SHARE:
+            continue
+        nodes = _of_one_function(reading, own, graphed, node)
+        inside = np.zeros(len(tree), bool)
+        for inner in nodes:
+            inside |= reading.below(inner)
+        calls = [call for call in reading.calls if inside[call.node] and call.graphed]
+        functions = int(tree.graphed[inside].sum())
+        yield reading.finding(
+            "a forward pass that no backward pass follows keeps what gradients would need",
+            reading.place(max(nodes, key=lambda line: graphed[line])),
+            f"{functions} functions of a backward pass are recorded below this line, whose operators take"
+            f" {nanoseconds(sum(call.forward for call in calls))}, and none of them runs.",
+            "Evaluate within torch.inference_mode() (or torch.no_grad()), which records nothing and frees each result"
+            " as soon as it is used.",
+            reading.gain("evaluation", sum(_recording(reading, call) for call in calls), [call.node for call in calls]),
+            [call.node for call in calls],
+        )
 
 
 def _of_one_function(reading: Reading, own: NDArray[np.bool_], graphed: Integers, node: int) -> list[int]:
@@ -80,26 +96,6 @@ def _evaluates(reading: Reading, line: int, name: str) -> bool:
         if named and any(isinstance(part, Loop) for part in ast.walk(node)):
             return True
     return False
-
-
-def _finding(reading: Reading, nodes: list[int], graphed: Integers) -> Finding:
-    line = max(nodes, key=lambda node: graphed[node])
-    inside = np.zeros(len(reading.tree), bool)
-    for node in nodes:
-        inside |= reading.below(node)
-    calls = [call for call in reading.calls if inside[call.node] and call.graphed]
-    functions = int(reading.tree.graphed[inside].sum())
-    place: Place = reading.place(line)
-    return reading.finding(
-        "a forward pass that no backward pass follows keeps what gradients would need",
-        place,
-        f"{functions} functions of a backward pass are recorded below this line, whose operators take"
-        f" {nanoseconds(sum(call.forward for call in calls))}, and none of them runs.",
-        "Evaluate within torch.inference_mode() (or torch.no_grad()), which records nothing and frees each result as"
-        " soon as it is used.",
-        reading.gain("evaluation", sum(_recording(reading, call) for call in calls), [call.node for call in calls]),
-        [call.node for call in calls],
-    )
 
 
 def _recording(reading: Reading, call: OperatorCall) -> float:

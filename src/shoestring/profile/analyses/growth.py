@@ -28,15 +28,30 @@ def growths(reading: Reading) -> Iterator[Finding]:
     grown = held[-1] - held[0] if held else 0
     if len(held) < FEWEST or grown < max(LEAST, SHARE * held[-1]) or not rising(list(map(float, held))):
         return
-    keepers = sorted(_keepers(reading, _step_lines(reading)), key=lambda keeper: -keeper[1])
+    # Statements in the loop over steps that add to a longer-lived object, scored by the size of what they add.
+    lines, functions = _step_lines(reading)
+    bytes_of = {call.place: 0 for call in reading.calls}
+    for call in reading.calls:
+        bytes_of[call.place] += int(reading.tree.bytes[call.node])
+    keepers: list[tuple[Place, float]] = []
+    for file in reading.profile.sources:
+        text = reading.syntax(file)
+        for statement in text.statements if text else ():
+            assert text is not None
+            function, place = text.function(statement), (file, statement.lineno)
+            added = _added(statement)
+            ran_here = place in lines or (file, getattr(function, "name", "<module>")) in functions
+            if added is None or not ran_here or _is_number(added) or not _outlives(text, function, statement):
+                continue
+            sizes = [bytes_of.get((file, line), 0) for line in _made_at(function, added)]
+            keepers.append((place, float(max(sizes, default=0)) + ("detach" not in called(added))))
     if not keepers:
         return
     yield reading.finding(
         "memory grows with every step",
-        keepers[0][0],
+        max(keepers, key=lambda keeper: keeper[1])[0],
         f"The process held {figures.memory(held[0])} after a quarter of the time and {figures.memory(held[-1])} at the"
-        " end, and"
-        " rose throughout; this line keeps what each step made.",
+        " end, and its memory grew all the time; this line keeps results of every step.",
         "Keep numbers instead of tensors (item()), or detach() what is kept from the graph that made it, or bound what"
         " is kept to the last few.",
         None,
@@ -81,26 +96,6 @@ def _step_lines(reading: Reading) -> tuple[set[Place], set[tuple[str, str]]]:
     return lines, functions
 
 
-def _keepers(reading: Reading, steps: tuple[set[Place], set[tuple[str, str]]]) -> Iterator[tuple[Place, float]]:
-    """Yield (place, score) of statements in the loop over steps that add to a longer-lived object, scored by size."""
-    lines, functions = steps
-    bytes_of = {call.place: 0 for call in reading.calls}
-    for call in reading.calls:
-        bytes_of[call.place] += int(reading.tree.bytes[call.node])
-    for file in reading.profile.sources:
-        text = reading.syntax(file)
-        for statement in text.statements if text else ():
-            assert text is not None
-            function = text.function(statement)
-            name = getattr(function, "name", "<module>")
-            added = _added(statement)
-            ran_here = (file, statement.lineno) in lines or (file, name) in functions
-            if added is None or not ran_here or _is_number(added) or not _outlives(text, function, statement):
-                continue
-            sizes = [bytes_of.get((file, line), 0) for line in _made_at(function, added)]
-            yield (file, statement.lineno), float(max(sizes, default=0)) + ("detach" not in called(added))
-
-
 def _added(statement: ast.stmt) -> ast.expr | None:
     """The value that a statement adds to a container, a sum or an attribute; None for other statements."""
     value = getattr(statement, "value", None)
@@ -113,18 +108,13 @@ def _added(statement: ast.stmt) -> ast.expr | None:
         target = statement.targets[0]
         if isinstance(target, ast.Subscript):
             return value
-        if isinstance(target, ast.Name | ast.Attribute) and _adds_to(target, value):
-            return value
+        if isinstance(target, ast.Name | ast.Attribute):  # the new value is the old one plus another, or holds it
+            parts = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
+            if called(value) & {"cat", "concatenate", "stack", "vstack", "hstack"}:
+                parts = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
+            if ast.unparse(target) in map(ast.unparse, parts):
+                return value
     return None
-
-
-def _adds_to(target: ast.expr, value: ast.expr) -> bool:
-    """Whether `value` is the old value of `target` plus another value."""
-    itself = ast.unparse(target)
-    parts = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
-    if called(value) & {"cat", "concatenate", "stack", "vstack", "hstack"}:
-        parts = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
-    return any(ast.unparse(part) == itself for part in parts)
 
 
 def _is_number(value: ast.expr) -> bool:

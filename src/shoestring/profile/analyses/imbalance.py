@@ -169,7 +169,7 @@ def _copies(reading: Reading) -> Iterator[Finding]:
         saves = reading.gain("imbalance", taken - min(usual, taken), nodes)
         if reading.share(taken) >= SHARE and saves.expected >= MATTERS:
             yield reading.finding(
-                f"the gradient of {call.name.removeprefix('aten::')} is that of every copy in an expanded tensor",
+                f"the gradient of {call.name.removeprefix('aten::')} covers every copy in an expanded tensor",
                 place,
                 f"{call.count} calls take {call.made[0].elements} elements each out of {call.given[0].elements}, which"
                 f" are copies of {grown.given[0].elements}. Their gradients take {nanoseconds(taken)},"

@@ -41,7 +41,13 @@ def conversions(reading: Reading) -> Iterator[Finding]:
     changing = [call for call in reading.calls if copies[call.node] and call.place[0] and call.direct]
     yield from _types(reading, [call for call in changing if call.name in TYPES])
     yield from _promoted(reading)
-    yield from _sparse(reading)
+    # Sparse tensors that are converted to dense tensors and back.
+    often = [call for call in reading.calls if call.direct and call.count >= max(0.5 * reading.steps, FEWEST)]
+    dense = [call for call in often if call.name in TO_DENSE and call.place[0]]
+    sizes = {call.elements for call in dense}
+    sparse = [call for call in often if call.name in TO_SPARSE and call.place[0] and call.elements in sizes]
+    if sparse:
+        yield from _function(reading, "sparse layout", [*dense, *sparse], to_and_fro=True)
     functions: dict[tuple[str, int], list[OperatorCall]] = {}
     for call in changing:
         if call.name in LAYOUTS:
@@ -116,16 +122,6 @@ def _promoted(reading: Reading) -> Iterator[Finding]:
             saves,
             nodes,
         )
-
-
-def _sparse(reading: Reading) -> Iterator[Finding]:
-    """Find sparse tensors that are converted to dense tensors and back."""
-    often = [call for call in reading.calls if call.direct and call.count >= max(0.5 * reading.steps, FEWEST)]
-    dense = [call for call in often if call.name in TO_DENSE and call.place[0]]
-    sizes = {call.elements for call in dense}
-    sparse = [call for call in often if call.name in TO_SPARSE and call.place[0] and call.elements in sizes]
-    if sparse:
-        yield from _function(reading, "sparse layout", [*dense, *sparse], to_and_fro=True)
 
 
 def _pairs(reading: Reading, call: OperatorCall) -> list[tuple[str, str]]:

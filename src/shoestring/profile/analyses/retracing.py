@@ -39,6 +39,10 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
     tops: dict[Place, list[int]] = {}
     for node in reading.topmost(reading.traced & ~reading.behind):
         tops.setdefault(reading.place(node), []).append(node)
+    # torch.compile's reason for the first recompilation
+    compiled = ((name.partition(": "), events.count) for name, events in reading.profile.facts.waits.items())
+    reasons = ((count, reason) for (kind, _, reason), count in compiled if kind in ("recompile", "retrace") and reason)
+    because = next((f"; {count} times because of {reason}" for count, reason in reasons), "")
     for place, nodes in tops.items():
         taken = int(tree.inclusive[nodes].sum())
         times = _times(reading, nodes, place)
@@ -53,7 +57,7 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
         yield reading.finding(
             "the same code is traced or compiled again and again",
             place,
-            f"{times} times, which takes {reading.spent(taken)}{_reason(reading)}.",
+            f"{times} times, which takes {reading.spent(taken)}{because}.",
             "Compile once, outside of the loop; keep shapes, types and Python values that the code depends on fixed"
             " (pad, or mark them dynamic).",
             saves,
@@ -121,15 +125,6 @@ def _in_loop(reading: Reading, place: Place) -> bool:
         for other in text.statements
         if called(other) & _COMPILES and text.function(other) is text.function(statement)
     )
-
-
-def _reason(reading: Reading) -> str:
-    """Format torch.compile's reason for the first recompilation as the end of a sentence; empty if unknown."""
-    for name, events in reading.profile.facts.waits.items():
-        kind, _, reason = name.partition(": ")
-        if kind in ("recompile", "retrace") and reason:
-            return f"; {events.count} times because of {reason}"
-    return ""
 
 
 def _graph_breaks(reading: Reading) -> Iterator[Finding]:

@@ -39,7 +39,14 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
     waited = sum(call.forward for call in calls if call not in small)
     called = sum(call.count for call in small)
     taken = sum(call.forward + call.backward for call in small) + waited
-    python = max(reading.python.get(place, 0) + _loop_itself(reading, small), called * 400)
+    # Python also takes time on other lines of the functions that make these calls, such as the head of a loop.
+    tree, frames, calling = reading.tree, {call.frame for call in small}, {call.place for call in reading.calls}
+    others = [
+        node
+        for node in range(1, len(tree))
+        if (int(tree.parent[node]), int(tree.name[node])) in frames and reading.place(node) not in calling
+    ]
+    python = max(reading.python.get(place, 0) + int(sum(tree.own[node] for node in others)), called * 400)
     gain = taken + python
     on_accelerator = reading.profile.facts.device not in ("", "cpu")
     nodes = [call.node for call in small]
@@ -56,15 +63,3 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
         None if on_accelerator else saves,
         nodes,
     )
-
-
-def _loop_itself(reading: Reading, calls: list[OperatorCall]) -> int:
-    """Nanoseconds in Python on other lines of the functions that make these calls, such as the head of a loop."""
-    tree, frames = reading.tree, {call.frame for call in calls}
-    calling = {call.place for call in reading.calls}
-    nodes = [
-        node
-        for node in range(1, len(tree))
-        if (int(tree.parent[node]), int(tree.name[node])) in frames and reading.place(node) not in calling
-    ]
-    return int(sum(tree.own[node] for node in nodes))

@@ -28,23 +28,8 @@ def too_many_threads(reading: Reading) -> Iterator[Finding]:
     if wanted < TOO_MANY * facts.cores:
         return
     own = "" if beside < TOO_MANY else f", in {beside:.1f} threads of the program at a time"
-    setting = _setting(reading)
-    if setting is None and beside >= TOO_MANY:
-        setting = max(calls, key=lambda call: call.time).place
-    yield reading.finding(
-        "more threads compute than there are cores",
-        setting or ("", 0),
-        f"torch used {facts.threads} threads for an operator{own}, on {facts.cores} cores.",
-        "Set as many threads for an operator (torch.set_num_threads, OMP_NUM_THREADS) as there are cores for each"
-        " process or thread that computes.",
-        None,
-        [call.node for call in sorted(calls, key=lambda call: -call.time)[:3]],
-    )
-
-
-def _setting(reading: Reading) -> Place | None:
-    """The first line, in functions that ran, that may set the number of threads too high; None if there is none."""
-    tree, places = reading.tree, list[Place]()
+    # The first line, in functions that ran, that may set the number of threads too high.
+    tree, settings = reading.tree, list[Place]()
     ran = {tree.names[name] for name in set(tree.name[tree.kind == NodeKind.PYTHON].tolist())}
     functions = {(name.partition("\t")[0], name.rpartition(".")[2].rpartition("\t")[2]) for name in ran}
     for file in reading.profile.sources:
@@ -57,7 +42,18 @@ def _setting(reading: Reading) -> Place | None:
             number = node.args[0]
             large = not isinstance(number, ast.Name)  # a variable usually restores an earlier number
             if isinstance(number, ast.Constant):
-                large = isinstance(number.value, int) and number.value > reading.profile.facts.cores
+                large = isinstance(number.value, int) and number.value > facts.cores
             if within in functions and large:
-                places.append((file, node.lineno))
-    return min(places, default=None)
+                settings.append((file, node.lineno))
+    setting = min(settings, default=None)
+    if setting is None and beside >= TOO_MANY:
+        setting = max(calls, key=lambda call: call.time).place
+    yield reading.finding(
+        "more threads compute than there are cores",
+        setting or ("", 0),
+        f"torch used {facts.threads} threads for an operator{own}, on {facts.cores} cores.",
+        "Set as many threads for an operator (torch.set_num_threads, OMP_NUM_THREADS) as there are cores for each"
+        " process or thread that computes.",
+        None,
+        [call.node for call in sorted(calls, key=lambda call: -call.time)[:3]],
+    )
