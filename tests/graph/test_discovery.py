@@ -49,6 +49,16 @@ def heads(x, count):
     return x.unflatten(-1, (count, -1)).float().softmax(-1).flatten(-2).to(x.dtype)
 
 
+def sixes(x):
+    """Another operator for one size only."""
+    return x.exp() * (1 + (x.shape[0] == 6))
+
+
+def signs(x):
+    """Another operator for some numbers only."""
+    return x.exp() + (x.flatten()[0] > 0)
+
+
 def test_rules_are_those_by_which_shards_make_the_whole():
     for name, declared, schema in (
         ("product", lambda x, y: x @ y, TWO),
@@ -56,7 +66,8 @@ def test_rules_are_those_by_which_shards_make_the_whole():
         ("mean", lambda x: x.mean(), "(Tensor x) -> Tensor"),
         ("most", lambda x: x.amax(), "(Tensor x) -> Tensor"),
         ("roots", lambda x: x.sqrt(), "(Tensor x) -> Tensor"),
-        ("picked", lambda x, y: x[y], TWO),
+        ("sixes", sixes, "(Tensor x) -> Tensor"),
+        ("signs", signs, "(Tensor x) -> Tensor"),
     ):
         defined(name, declared, schema=schema)
     product = {"S(0), R -> S(0)", "R, S(1) -> S(1)", "S(1), S(0) -> P", "P, R -> P", "R, P -> P"}
@@ -66,6 +77,8 @@ def test_rules_are_those_by_which_shards_make_the_whole():
     means = {"S(0) -exchange-> R", "S(1) -exchange-> R", "P -> P"}
     assert rules_of("mean", lambda x: x.mean(), (96, 12)) == (means, "")
     assert rules_of("roots", lambda x: x.sqrt(), (96, 12)) == ({"S(0) -> S(0)", "S(1) -> S(1)"}, "")
+    assert rules_of("sixes", sixes, (96, 12)) == ({"S(1) -> S(1)"}, "")
+    assert rules_of("signs", signs, (96, 12))[0] == set()
     rules, reason = rules_of("most", lambda x: x.amax(), (96, 12))
     assert not rules
     assert "combine by their maximum only" in reason

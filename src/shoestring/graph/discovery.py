@@ -301,7 +301,10 @@ class Sample:
         except MemoryError:
             raise
         except Exception as error:
-            raise _UnfitError(described(error)) from error
+            text = described(error)
+            if "can't allocate memory" in text:  # torch's own error
+                raise MemoryError from error
+            raise _UnfitError(text) from error
         self._check(again)
 
     def _drawn(self, dtype: torch.dtype, shape: Sequence[int], draw: torch.Generator) -> Tensor:
