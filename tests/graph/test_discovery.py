@@ -13,13 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from shoestring.confined import LimitError
 from shoestring.graph.costs import ring
 from shoestring.graph.discovery import discover
 from shoestring.graph.explain import explain
-from shoestring.graph.lockstep import check_rules, difference, real_values, run_divided, run_whole
+from shoestring.graph.lockstep import (
+    check_rules,
+    compute,
+    difference,
+    divide,
+    join,
+    real_values,
+    run_divided,
+    run_whole,
+)
 from shoestring.graph.rules import RuleBook
 from shoestring.sandbox import SandboxBounds, run_in_sandbox
 from tests.graph.steps import WithLoss
@@ -82,6 +91,19 @@ def test_rules_are_those_by_which_shards_make_the_whole():
     rules, reason = rules_of("most", lambda x: x.amax(), (96, 12))
     assert not rules
     assert "combine by their maximum only" in reason
+
+
+def test_a_mean_over_shards_is_averaged_by_the_ranks():
+    defined("average", lambda x: x.mean(), schema="(Tensor x) -> Tensor")
+    graph, x = fx.Graph(), torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    source = graph.placeholder("x")
+    node = graph.call_function(torch.ops.tried.average.default, (source,))
+    source.meta["val"], node.meta["val"] = x.to("meta"), x.to("meta").mean()
+    rules = RuleBook(2)[node].rules
+    assert {rule.exchange.nbytes for rule in rules if rule.exchange} == {8}
+    for rule in rules:
+        shards = compute(node, rule, [divide(x, rule.inputs[0], 2)])
+        assert difference([join(shards[0], rule.outputs[0])], [x.mean()]) < 1e-15
 
 
 def end_parent(x, y):
