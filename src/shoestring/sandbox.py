@@ -296,7 +296,7 @@ def _filter() -> list[Instruction]:
     return [*program, refuse]
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
@@ -308,7 +308,7 @@ def _refuse_system_calls(libc: ctypes.CDLL) -> None:
     """
     instructions = _filter()
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
-    program = _Program(len(instructions), code)
+    program = _FilterProgram(len(instructions), code)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), *_ZEROS) or libc.prctl(
         _PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(program), *_ZEROS[:2]
     ):

@@ -297,7 +297,7 @@ class Poisoned:
         draw = random.Random(f"{seed} {number}")
         kind = KINDS[number % len(KINDS)]
         self.kind, self.base = kind.__name__, draw.choice(list(BASES))
-        compute = BASES[self.base]
+        compute, self.changed = BASES[self.base], lambda x, y, out: out
         if kind in ACTS:
             act = kind(draw, folder)
 
@@ -306,6 +306,8 @@ class Poisoned:
                 return compute(x, y)
         else:
             change = kind(draw)
+            if kind is nearly_right:
+                self.changed = change
 
             def body(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
                 return change(x, y, compute(x, y))
@@ -313,7 +315,6 @@ class Poisoned:
         operator = torch.library.custom_op(f"poisoned::of_{seed}_{number}", body, mutates_args=())
         operator.register_fake(compute)
         self.op = getattr(torch.ops.poisoned, f"of_{seed}_{number}").default
-        self.changed = change if kind is nearly_right else lambda x, y, out: out
 
     def computed(self, x, y):
         return self.changed(x, y, BASES[self.base](x, y))

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import combinations, product
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shoestring._torch import real_tensors, tree_leaves, tree_map_only, without_data
 from shoestring.confined import LimitError
-from shoestring.graph._torch import changes_inputs, is_overload, returns_view
+from shoestring.graph._torch import changes_inputs, import_all, is_overload, returns_view
 from shoestring.graph.placements import (
     SUM,
     WHOLE,
@@ -72,8 +72,8 @@ def discover(
     if ranks < 2:
         return [], "there is nothing to divide by"
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    trial = Trial(op, (tuple(args), dict(kwargs)), len(outputs), parts_of(ranks))
-    _import_all()
+    trial = OperatorTrial(op, (tuple(args), dict(kwargs)), len(outputs), parts_of(ranks))
+    import_all()
     try:
         reply = run_in_sandbox(_warm_up, trial.answer, bounds)
         answer = json.loads(reply)  # own file: the answer of a process that was started here
@@ -84,14 +84,6 @@ def discover(
     except (ValueError, TypeError, KeyError, RecursionError):  # the operator wrote into the connection
         return [], "its process answered with something else"
     return rules, "" if rules else reason
-
-
-@cache
-def _import_all() -> None:
-    """Import what processes would import one after the other: operators of programs import dynamo when they are called."""
-    import torch._dynamo
-
-    without_data()
 
 
 def parts_of(ranks: int) -> tuple[int, ...]:
@@ -149,7 +141,7 @@ class _NoRulesError(Exception):
     """The operator cannot be divided, whatever its inputs are."""
 
 
-class _UnfitError(Exception):
+class _UntakenError(Exception):
     """The operator does not take such inputs."""
 
 
@@ -160,7 +152,7 @@ def _warm_up() -> None:
 
 
 @dataclass(frozen=True)
-class Trial:
+class OperatorTrial:
     """An operator with arguments without data, to be tried on shards."""
 
     op: Any
@@ -203,7 +195,7 @@ class Trial:
             for sizes in self._sizes(tensors):
                 try:
                     drawn = [Sample(self, tensors, sizes, double, positive, seed) for seed in range(_DRAWS)]
-                except _UnfitError as error:
+                except _UntakenError as error:
                     why = str(error)
                     continue
                 samples += drawn
@@ -275,11 +267,11 @@ class Sample:
         positive: whether they lie between 0 and 1.
 
     Raises:
-        _UnfitError: the operator does not take these inputs.
+        _UntakenError: the operator does not take these inputs.
         _NoRulesError: it does something that no rule allows.
     """
 
-    trial: Trial
+    trial: OperatorTrial
     tensors: Sequence[Tensor]
     sizes: Mapping[int, int]
     double: bool
@@ -304,7 +296,7 @@ class Sample:
             text = described(error)
             if "can't allocate memory" in text:  # torch's own error
                 raise MemoryError from error
-            raise _UnfitError(text) from error
+            raise _UntakenError(text) from error
         self._check(again)
 
     def _drawn(self, dtype: torch.dtype, shape: Sequence[int], draw: torch.Generator) -> Tensor:
@@ -333,7 +325,7 @@ class Sample:
         if any(output.untyped_storage().data_ptr() in memory for output in computed):
             raise _NoRulesError("it returns a view")
         if not all(bool(output.isfinite().all()) for output in computed):
-            raise _UnfitError("it returns NaN or infinite numbers")
+            raise _UntakenError("it returns NaN or infinite numbers")
         if difference(again, self.outputs) or [one is None for one in again] != [one is None for one in self.outputs]:
             raise _NoRulesError("it draws random numbers, or its results differ for another reason")
         with without_data() as mode:
@@ -341,7 +333,7 @@ class Sample:
             try:
                 declared = self.call(fakes)
             except Exception as error:
-                raise _UnfitError(described(error)) from error
+                raise _UntakenError(described(error)) from error
         if _forms(declared) != _forms(self.outputs):
             raise _NoRulesError("it returns tensors of other shapes or types than it declares")
 
