@@ -46,6 +46,7 @@ USUAL = SandboxBounds()
 REPLY = 1 << 20
 """Maximum size of the answer in bytes."""
 _FILES = 64  # open files
+_exit = os._exit  # as it is before `work` may replace it
 _STARTS, _SLOW_START = 3, 10.0  # a lock that another thread held at the fork keeps the process from starting
 _SLOW_END = 1000  # milliseconds from the end of its connection to the end of a process
 _READY, _DONE, _FAILED = b"r", b"d", b"f"
@@ -85,7 +86,7 @@ def _answer_of_process(prepare: Callable[[], object], work: Callable[[], bytes],
         try:
             _serve(parent, writer, secret, prepare, work, bounds)
         finally:
-            os._exit(1)
+            _exit(1)
     os.close(writer)
     end, started, late, answer, status = os.pidfd_open(pid), False, "", b"", 0
     try:
@@ -167,7 +168,7 @@ def _serve(
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), *_ZEROS)
     if os.getppid() != parent:
-        os._exit(1)
+        _exit(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
@@ -196,7 +197,7 @@ def _serve(
     answer = secret + answer
     while answer:
         answer = answer[os.write(writer, answer) :]
-    os._exit(0)
+    _exit(0)
 
 
 def _lower(limit: int, soft: int, hard: int | None = None) -> None:

@@ -114,14 +114,15 @@ def difference(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -
 
 
 _TINY = 1e-300
+_equal = torch.equal  # as it is before an operator that is tried may replace it
 
 
 def _difference(one: Tensor | None, other: Tensor) -> float:
     if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
-    if torch.equal(one, other) or not other.numel():
+    if _equal(one, other) or not other.numel():
         return 0.0
     finite = other.isfinite()
-    if not other.is_floating_point() or not torch.equal(one[~finite], other[~finite]) or not bool(finite.any()):
+    if not other.is_floating_point() or not _equal(one[~finite], other[~finite]) or not bool(finite.any()):
         return float("inf")
     return float((one[finite] - other[finite]).abs().max().nan_to_num(nan=float("inf")))
