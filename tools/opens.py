@@ -49,6 +49,7 @@ OWN: dict[str, str] = {
     "profile/happenings.py": "/proc",
     "report/document.py": "parts of pages in the package",
     "report/sinks.py": "the metrics of the run that writes them",
+    "sandbox.py": "/proc",
     "storage/arrays.py": "profiles and memory records, which it reads for others",
     "storage/whole.py": "files that are written here, and their folders",
     "testing/": "what tests made",

@@ -164,3 +164,22 @@ def _ask(
 def returns_view(op: Any) -> bool:
     """Whether an operator returns a view of one of its arguments, by its signature."""
     return any(one.alias_info is not None and not one.alias_info.is_write for one in op._schema.returns)
+
+
+@cache
+def import_all() -> None:
+    """Import what the first call of a program's own operator imports, and the first trace."""
+    from torch import _dynamo  # noqa: F401
+    from torch._subclasses import fake_tensor
+
+    fake_tensor.FakeTensorMode()
+
+
+def is_overload(op: Any) -> bool:
+    """Whether an operator is one of torch's dispatcher, which has a signature."""
+    return isinstance(op, torch._ops.OpOverload)
+
+
+def changes_inputs(op: Any) -> bool:
+    """Whether an operator changes its arguments, by its signature."""
+    return bool(op._schema.is_mutable)

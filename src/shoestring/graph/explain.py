@@ -117,6 +117,8 @@ class ExplainedPlan:
         yield f"{len(self.book)} different operators; {len(whole)} kinds can only be whole on every rank"
         for name, reason in list(whole.items())[:SHOWN]:
             yield f"  {name}: {reason}"
+        if tried := {str(node.target) for node in step.operators if self.book[node].tried}:
+            yield f"{len(tried)} kinds have rules that were found by trying them: {', '.join(sorted(tried))}"
         yield (
             f"{plan.deciders:,} decisions in {plan.groups:,} groups; {plan.variables:,} variables, built in "
             f"{figures.seconds(plan.build_seconds)} and solved in {figures.seconds(plan.solve_seconds)}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoestring._torch import tree_leaves
-from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can_be
+from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can_be, difference, divide, join
 from shoestring.graph.rules import RuleBook, signature
 from shoestring.graph.trace import JointTrace, arguments_of, inputs_of, outputs_of, tensors_of
 
@@ -35,33 +35,6 @@ _SIZED = {
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 """Operators whose output has no values yet."""
-
-
-def divide(tensor: Tensor, placement: Placement, ranks: int, noise: torch.Generator | None = None) -> list[Tensor]:
-    """What each rank has of a tensor that is placed in this way.
-
-    Args:
-        noise: source of the random summands of a sum; without it, or if the tensor has infinite entries, the first rank
-            has the tensor and the others zeros.
-    """
-    if placement == WHOLE:
-        return [tensor] * ranks
-    if placement >= 0:
-        return [shard.contiguous() for shard in tensor.chunk(ranks, placement)]
-    if noise is None or not bool(tensor.isfinite().all()):
-        return [tensor, *[torch.zeros_like(tensor)] * (ranks - 1)]
-    size = tensor.abs().max() if tensor.numel() else 1.0
-    parts = [size * torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype) for _ in range(ranks - 1)]
-    return [*parts, tensor - sum(parts)]
-
-
-def join(shards: Sequence[Any], placement: Placement) -> Any:
-    """The tensor of which ranks have these shards or summands; None if they have none."""
-    if shards[0] is None:
-        return None
-    if placement == WHOLE:
-        return shards[0]
-    return torch.cat(list(shards), placement) if placement >= 0 else torch.stack(list(shards)).sum(0)
 
 
 def compute(node: fx.Node, rule: ShardingRule, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
@@ -196,29 +169,6 @@ def _joined(computed: Sequence[Sequence[Tensor | None]], placements: Sequence[Pl
         return [shards[rank] if placement == WHOLE else join(shards, placement) for shards, placement in pairs]
 
     return [of_rank(rank) for rank in range(len(computed[0]))]
-
-
-def difference(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> float:
-    """Largest difference of tensors from others, relative to the largest entry of all the others, since a tensor may be
-    zero but for rounding; infinite if shapes, types, integers or infinite entries differ."""
-    pairs = [(one, other) for one, other in zip(ones, others, strict=True) if other is not None]
-    numbers = [other[other.isfinite()].abs().double() for _, other in pairs if other.is_floating_point()]
-    scale = max((float(entries.max()) for entries in numbers if entries.numel()), default=0.0)
-    return max((_difference(one, other) / max(scale, _TINY) for one, other in pairs), default=0.0)
-
-
-_TINY = 1e-300
-
-
-def _difference(one: Tensor | None, other: Tensor) -> float:
-    if one is None or one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    if torch.equal(one, other) or not other.numel():
-        return 0.0
-    finite = other.isfinite()
-    if not other.is_floating_point() or not torch.equal(one[~finite], other[~finite]) or not bool(finite.any()):
-        return float("inf")
-    return float((one[finite] - other[finite]).abs().max().nan_to_num(nan=float("inf")))
 
 
 def real_values(step: JointTrace, model: nn.Module, *inputs: Any) -> dict[fx.Node, Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Placement = int
@@ -59,6 +60,8 @@ class RuleSet:
     rules: tuple[ShardingRule, ...]
     reason: str = ""
     """Why the operator can only be computed whole; empty if it can be divided."""
+    tried: bool = False
+    """Whether rules were found by trying the operator (`discovery`)."""
 
 
 OwnRules = Callable[..., Iterable[ShardingRule]]
@@ -72,3 +75,54 @@ def can_be(placement: Placement, tensor: Tensor, ranks: int) -> bool:
     if placement == WHOLE:
         return True
     return placement < tensor.ndim and tensor.shape[placement] > 0 and tensor.shape[placement] % ranks == 0
+
+
+def divide(tensor: Tensor, placement: Placement, ranks: int, noise: torch.Generator | None = None) -> list[Tensor]:
+    """What each rank has of a tensor that is placed in this way.
+
+    Args:
+        noise: source of the random summands of a sum; without it, or if the tensor has infinite entries, the first rank
+            has the tensor and the others zeros.
+    """
+    if placement == WHOLE:
+        return [tensor] * ranks
+    if placement >= 0:
+        return [shard.contiguous() for shard in tensor.chunk(ranks, placement)]
+    if noise is None or not bool(tensor.isfinite().all()):
+        return [tensor, *[torch.zeros_like(tensor)] * (ranks - 1)]
+    size = tensor.abs().max() if tensor.numel() else 1.0
+    parts = [size * torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype) for _ in range(ranks - 1)]
+    return [*parts, tensor - sum(parts)]
+
+
+def join(shards: Sequence[Any], placement: Placement) -> Any:
+    """The tensor of which ranks have these shards or summands; None if they have none."""
+    if shards[0] is None:
+        return None
+    if placement == WHOLE:
+        return shards[0]
+    return torch.cat(list(shards), placement) if placement >= 0 else torch.stack(list(shards)).sum(0)
+
+
+def difference(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> float:
+    """Largest difference of tensors from others, relative to the largest entry of all the others, since a tensor may be
+    zero but for rounding; infinite if shapes, types, integers or infinite entries differ."""
+    pairs = [(one, other) for one, other in zip(ones, others, strict=True) if other is not None]
+    numbers = [other[other.isfinite()].abs().double() for _, other in pairs if other.is_floating_point()]
+    scale = max((float(entries.max()) for entries in numbers if entries.numel()), default=0.0)
+    return max((_difference(one, other) / max(scale, _TINY) for one, other in pairs), default=0.0)
+
+
+_TINY = 1e-300
+_equal = torch.equal  # as it is before an operator that is tried may replace it
+
+
+def _difference(one: Tensor | None, other: Tensor) -> float:
+    if one is None or one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    if _equal(one, other) or not other.numel():
+        return 0.0
+    finite = other.isfinite()
+    if not other.is_floating_point() or not _equal(one[~finite], other[~finite]) or not bool(finite.any()):
+        return float("inf")
+    return float((one[finite] - other[finite]).abs().max().nan_to_num(nan=float("inf")))

@@ -1,21 +1,24 @@
 """Sharding rules of operators: how a tensor may lie on the ranks so that each rank computes its part by itself.
 
-The rules are torch's own, those of DTensor, asked over one axis of a mesh. `own_rules` adds what torch lacks.
+The rules are torch's own, those of DTensor, asked over one axis of a mesh. `own_rules` adds what torch lacks. For other
+operators, such as those that a program defines itself, rules are found by trying (`discovery`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shoestring._torch import tree_map_only
 from shoestring.graph._torch import sharding_strategies
+from shoestring.graph.discovery import discover, parts_of
 from shoestring.graph.own_rules import OWN
 from shoestring.graph.placements import SUM, WHOLE, OwnRules, Placement, RuleSet, ShardingRule, can_be
 from shoestring.graph.trace import arguments_of, inputs_of, outputs_of
+from shoestring.sandbox import USUAL, SandboxBounds
 
 NO_STRATEGY = "torch has no strategy"
 """How the reason begins for an operator that torch has no strategy for, or one that fails."""
@@ -26,10 +29,14 @@ class RuleBook:
 
     Args:
         own: operator -> rules in addition to torch's.
+        bounds: what an operator may use that is tried, because there are no rules of it; None tries none.
     """
 
-    def __init__(self, ranks: int, own: Mapping[Any, OwnRules] = OWN) -> None:
-        self.ranks, self.own = ranks, own
+    _tried: ClassVar[dict[object, tuple[list[ShardingRule], str]]] = {}
+    """What trying has found in this process: the same for all books that divide tensors by the same numbers."""
+
+    def __init__(self, ranks: int, own: Mapping[Any, OwnRules] = OWN, bounds: SandboxBounds | None = USUAL) -> None:
+        self.ranks, self.own, self.bounds = ranks, own, bounds
         self._known = dict[object, RuleSet]()
 
     def __getitem__(self, node: fx.Node) -> RuleSet:
@@ -51,13 +58,26 @@ class RuleBook:
         rules, reason = self._of_torch(node.target, args, kwargs, len(outputs), len(inputs))
         if own := self.own.get(node.target):
             rules += own(*args, **kwargs)
+        if tried := not own and not rules and bool(reason) and any(tensor.ndim for tensor in inputs):
+            rules, why = self._by_trying(node)
+            reason = "" if rules else f"{reason}; when tried, {why}" if why else reason
         fitting = [rule for rule in rules if self._fits(rule, outputs, inputs) and rule.inputs + rule.outputs]
         distinct = tuple(dict.fromkeys((whole, *fitting)))
         if not any(tensor.ndim for tensor in inputs):
             reason = "it computes single numbers"
         elif len(distinct) == 1 and not reason:
             reason = f"no rule divides tensors of these shapes by {self.ranks}"
-        return RuleSet(distinct, reason if len(distinct) == 1 else "")
+        return RuleSet(distinct, reason if len(distinct) == 1 else "", tried and len(distinct) > 1)
+
+    def _by_trying(self, node: fx.Node) -> tuple[list[ShardingRule], str]:
+        """Rules that trying finds, and why it finds none."""
+        if self.bounds is None:
+            return [], ""
+        key = (signature(node), parts_of(self.ranks), self.bounds)
+        if key not in self._tried:
+            args, kwargs = arguments_of(node)
+            self._tried[key] = discover(node.target, args, kwargs, outputs_of(node), self.ranks, self.bounds)
+        return self._tried[key]
 
     def _of_torch(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int, inputs: int
