@@ -82,7 +82,12 @@ class Explanation:
             )
         if self.in_use:
             yield "The run is in progress: until it has ended, a new start is refused. Newer checkpoints may come."
-        not_taken = [_describe(left, plan.step) for left in plan.not_taken]
+        not_taken = []
+        for left in plan.not_taken:
+            checkpoint, reason = left.checkpoint, left.reason
+            if checkpoint.step > plan.step and reason.startswith("incomplete") and checkpoint.ranks > checkpoint.local:
+                reason += "; it is used if other hosts have them"
+            not_taken.append(f"step {checkpoint.step}, {_where(left)}: {reason}")
         not_taken += [f"`{name}`, on disk: damaged: its manifest cannot be read" for name in self.available.unusable]
         if plan.action != "load one file":
             for files in self.available.one_files:
@@ -173,14 +178,6 @@ def _in_use(disk: Path) -> bool:
     if lock is not None:
         lock.release()
     return lock is None
-
-
-def _describe(left: NotTaken, planned: int) -> str:
-    """Return a text that says where unused files are, and why they are not used."""
-    checkpoint, reason = left.checkpoint, left.reason
-    if checkpoint.step > planned and reason.startswith("incomplete") and checkpoint.ranks > checkpoint.local:
-        reason += "; it is used if other hosts have them"
-    return f"step {checkpoint.step}, {_where(left)}: {reason}"
 
 
 def _where(left: NotTaken) -> str:
