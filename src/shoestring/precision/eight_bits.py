@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shoestring.precision.casts import CAST, Casts, computed
 from shoestring.precision.operators import operator_name
@@ -91,7 +91,7 @@ class EightBitProducts:
         rounded, scale = self._round(base, dtype)
         call = self.casts.call
         matrix = call(aten.t.default, rounded) if transposed else rounded
-        if _is_by_rows(matrix.meta["val"]) is by_rows:
+        if (matrix.meta["val"].stride(1) == 1) is by_rows:
             return matrix, scale
         if by_rows:
             return call(aten.clone.default, matrix, memory_format=torch.contiguous_format), scale
@@ -130,7 +130,3 @@ def _swaps(source: fx.Node) -> bool:
     if source.target is aten.transpose.int:
         return {int(str(dim)) % 2 for dim in source.args[1:3]} == {0, 1}
     return source.target is aten.t.default
-
-
-def _is_by_rows(matrix: Tensor) -> bool:
-    return matrix.stride(1) == 1

@@ -186,14 +186,12 @@ def _of_gradients(graph: fx.Graph) -> set[fx.Node]:
 def count_casts(graph: fx.Graph) -> int:
     """Casts between float types, those of the traced program among them."""
     copies = {CAST, torch.ops.aten._to_copy.default}
-    return sum(node.target in copies and _changes_floats(node) for node in graph.nodes if node.op == "call_function")
-
-
-def _changes_floats(node: fx.Node) -> bool:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    before, after = dtypes_of(source)[0], dtypes_of(node)[0]
-    return before is not None and after is not None and before.is_floating_point and before != after
+    casts = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in copies:
+            before, after = dtypes_of(node.args[0])[0], dtypes_of(node)[0]
+            casts += before is not None and after is not None and before.is_floating_point and before != after
+    return casts
 
 
 def count_elements(

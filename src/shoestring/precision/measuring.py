@@ -105,7 +105,18 @@ class ErrorMeasurements:
         finally:
             self.batch = None
         if measured is not None:
-            self._take_in(measured)
+            record, groups = self.record, measured["groups"]
+            name, (error, other, *autocast) = measured["group"], measured["errors"]
+            group: OperatorGroup = groups[name]
+            sign = 1 if group.other == group.few else -1  # of what fewer bits change, seen from the bits of now
+            record.effects[name] = (sign * (other - error), sign * measured["spared"], group.product)
+            record.errors.append(error)
+            record.bounds.append(self.settings.error**2 * (autocast[0] if autocast else 1.0))
+            self.attachments.numbers["gradient_error"] = math.sqrt(error)
+            trace.facts["gradient_error"] = math.sqrt(error)
+            trace.facts["gradient_error_bound"] = math.sqrt(record.bounds[-1])
+            if groups.keys() <= record.effects.keys():  # all groups have been measured
+                self._decide(groups)
         seconds = time.perf_counter() - began
         trace.aside += seconds
         trace.facts["measuring_seconds"] = trace.facts.get("measuring_seconds", 0.0) + seconds
@@ -222,21 +233,6 @@ class ErrorMeasurements:
         return {name: groups[name] for name in sorted(groups) if groups[name].elements >= LEAST * total}
 
     # -- the decision ------------------------------------------------------------------------------------------------
-
-    def _take_in(self, measured: dict[str, Any]) -> None:
-        """Add a measurement to the record, and decide once all groups have been measured."""
-        record, groups = self.record, measured["groups"]
-        name, (error, other, *autocast) = measured["group"], measured["errors"]
-        group: OperatorGroup = groups[name]
-        sign = 1 if group.other == group.few else -1  # of what fewer bits change, seen from the bits of now
-        record.effects[name] = (sign * (other - error), sign * measured["spared"], group.product)
-        record.errors.append(error)
-        record.bounds.append(self.settings.error**2 * (autocast[0] if autocast else 1.0))
-        self.attachments.numbers["gradient_error"] = math.sqrt(error)
-        facts = self.attachments.trace.facts
-        facts["gradient_error"], facts["gradient_error_bound"] = math.sqrt(error), math.sqrt(record.bounds[-1])
-        if groups.keys() <= record.effects.keys():
-            self._decide(groups)
 
     def _decide(self, groups: dict[str, OperatorGroup]) -> None:
         record = self.record

@@ -152,7 +152,13 @@ class TrialSearch:
         if not paused or self.schedule is None:
             return []
         reports = self.store.all_reports()
-        moves = [] if self._spent(trials) else self._scheduled(trials, reports)
+        moves: Sequence[TrialLease | Fork] = []
+        if not self._spent(trials) and isinstance(self.schedule, Halving):
+            moves = promotable(trials, reports, self.schedule, self.sign)
+        elif not self._spent(trials):
+            scores = scores_of(trials, reports, self.schedule, self.sign)
+            move = next_move(trials, scores, self.schedule, np.random.default_rng([self.settings.seed, len(trials)]))
+            moves = [move] if move else []
         if moves or self._room(trials) or any(trial.state in ("ready", "held", "done") for trial in trials):
             return moves
         step = self.schedule.step
@@ -160,16 +166,6 @@ class TrialSearch:
         usable = [(trial, score) for trial, score in scored if score is not None]
         ranked = sorted(usable, key=lambda pair: (-pair[0].rung, self.sign * pair[1], pair[0].number))
         return [trial for trial, _ in ranked[:1]]
-
-    def _scheduled(
-        self, trials: Sequence[TrialLease], reports: dict[int, dict[int, float]]
-    ) -> Sequence[TrialLease | Fork]:
-        if isinstance(self.schedule, Halving):
-            return promotable(trials, reports, self.schedule, self.sign)
-        assert self.schedule is not None
-        scores = scores_of(trials, reports, self.schedule, self.sign)
-        move = next_move(trials, scores, self.schedule, np.random.default_rng([self.settings.seed, len(trials)]))
-        return [move] if move else []
 
     def _fork(self, move: Fork, trials: Sequence[TrialLease]) -> bool:
         """Add a fork that any worker may take; False if another worker has already replaced the member."""

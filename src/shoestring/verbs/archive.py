@@ -66,9 +66,13 @@ class Archive:
 
     def found(self) -> list[FoundCheckpoint]:
         """All checkpoints, newest first; an empty list if there are none."""
-        checkpoints = [
-            checkpoint for checkpoint in (*self._on_disk(), *self._in_memory()) if self.only in (None, checkpoint.path)
-        ]
+        checkpoints: list[FoundCheckpoint] = []
+        for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
+            with suppress(FileNotFoundError):  # a live run has just renamed or deleted the checkpoint
+                if (checkpoint := _found(path)) is not None:
+                    checkpoints.append(checkpoint)
+        checkpoints += self._in_memory()
+        checkpoints = [checkpoint for checkpoint in checkpoints if self.only in (None, checkpoint.path)]
         checkpoints.sort(key=lambda saved: (saved.step, saved.start, saved.level == DISK), reverse=True)
         history, files = None, {*continued(self.folder)}
         with suppress(CheckpointError):  # if the history is damaged, no checkpoint counts as abandoned
@@ -90,12 +94,6 @@ class Archive:
         if checkpoints := self.found():
             return checkpoints
         raise CheckpointError(f"`{self.folder}` holds no checkpoint", hint=self._beside())
-
-    def _on_disk(self) -> Iterator[FoundCheckpoint]:
-        for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
-            with suppress(FileNotFoundError):  # a live run has just renamed or deleted the checkpoint
-                if checkpoint := _found(path):
-                    yield checkpoint
 
     def _in_memory(self) -> Iterator[FoundCheckpoint]:
         sealed: dict[Any, list[tuple[Path, Record]]] = {}
@@ -181,24 +179,22 @@ def _found(path: Path) -> FoundCheckpoint | None:
     if path.is_file() and path.suffix == ".safetensors":
         return FoundCheckpoint(_number(path.name), 0, DISK, 1, path.stat().st_size, COMPLETE, _time(path), path)
     if (path / MANIFEST).exists() and not path.name.startswith("."):
-        committed = _committed(path)
+        try:
+            record = Record.read(path / MANIFEST)
+        except CheckpointError as error:
+            state = f"damaged: {error.parts()[1]}"
+            committed = FoundCheckpoint(_number(path.name), 0, DISK, 0, 0, state, _time(path), path)
+        else:
+            places, checkpoint = ((path, record),), record.checkpoint
+            step, start, ranks = checkpoint.step, checkpoint.start, checkpoint.ranks
+            size, when = sum(entry.nbytes for entry in record.parts.values()), _time(path / MANIFEST)
+            committed = FoundCheckpoint(step, start, DISK, ranks, size, _state(places), when, path, places)
         path.stat()  # raises if the checkpoint was deleted in the meantime, which would look like damage
         return committed
     if not path.is_dir():
         return None
     size = sum(file.stat().st_size for file in path.iterdir())
     return FoundCheckpoint(_number(path.name), 0, DISK, 0, size, "not committed", _time(path), path)
-
-
-def _committed(path: Path) -> FoundCheckpoint:
-    try:
-        record = Record.read(path / MANIFEST)
-    except CheckpointError as error:
-        return FoundCheckpoint(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.parts()[1]}", _time(path), path)
-    places = ((path, record),)
-    checkpoint, size = record.checkpoint, sum(entry.nbytes for entry in record.parts.values())
-    state, when = _state(places), _time(path / MANIFEST)
-    return FoundCheckpoint(checkpoint.step, checkpoint.start, DISK, checkpoint.ranks, size, state, when, path, places)
 
 
 def _state(places: Places) -> str:

@@ -48,15 +48,15 @@ def probe(world: World, out: Path) -> Cluster:
         links=tuple(Link(**link) for part in everyone for link in part["links"]),
         collectives=time_collectives(world, DATA),
     )
-    world.decide(lambda: _write(cluster, out))
+
+    def write() -> None:
+        try:
+            write_atomic(out, tomli_w.dumps(asdict(cluster)).encode())
+        except OSError as error:
+            raise ConfigError(f"cannot write `{out}`: {error.strerror}") from error
+
+    world.decide(write)
     return cluster
-
-
-def _write(cluster: Cluster, path: Path) -> None:
-    try:
-        write_atomic(path, tomli_w.dumps(asdict(cluster)).encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write `{path}`: {error.strerror}") from error
 
 
 def read(path: Path) -> Cluster:
@@ -160,9 +160,25 @@ def _links(world: World) -> list[Link]:
         world.barrier()
         if world.rank == source:
             latency = _echo(world, target, torch.zeros(1, device=world.device)) / 2
-            links.append(Link(source=source, target=target, latency=latency, bandwidth=_bandwidth(world, target)))
+            # The bandwidth, in bytes/s, follows from the times of two message sizes, so that the latency cancels.
+            nbytes = LARGE
+            while True:
+                small, large = (torch.zeros(n // 4, device=world.device) for n in (nbytes // 4, nbytes))
+                short, long = _echo(world, target, small, repeats=3), _echo(world, target, large, repeats=3)
+                if long > PATIENCE or nbytes >= 1 << 28:
+                    break
+                nbytes *= 2
+            dist.send(torch.tensor([0], device=world.device), target)
+            bandwidth = (large.nbytes - small.nbytes) / max(long - short, 1e-9)
+            links.append(Link(source=source, target=target, latency=latency, bandwidth=bandwidth))
         elif world.rank == target:
-            _answer(world, source)
+            # Answer the messages of `_echo`, each after its length, until a message of length 0 is announced.
+            length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
+            dist.recv(length, source)
+            while int(length):
+                dist.recv(torch.empty(int(length), device=world.device), source)
+                dist.send(answer, source)
+                dist.recv(length, source)
     return links
 
 
@@ -176,27 +192,3 @@ def _echo(world: World, peer: int, message: torch.Tensor, repeats: int = 9) -> f
         dist.recv(answer, peer)
 
     return median_seconds(once, world.device, repeats)
-
-
-def _bandwidth(world: World, peer: int) -> float:
-    """Bandwidth in bytes/s. It is computed from the difference between the times of two message sizes, so that the
-    latency cancels."""
-    size = LARGE
-    while True:
-        small, large = (torch.zeros(n // 4, device=world.device) for n in (size // 4, size))
-        short, long = _echo(world, peer, small, repeats=3), _echo(world, peer, large, repeats=3)
-        if long > PATIENCE or size >= 1 << 28:
-            dist.send(torch.tensor([0], device=world.device), peer)
-            return (large.nbytes - small.nbytes) / max(long - short, 1e-9)
-        size *= 2
-
-
-def _answer(world: World, peer: int) -> None:
-    """Answer the messages that the peer's `_echo` sends, until the peer announces a message of length 0."""
-    length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
-    while True:
-        dist.recv(length, peer)
-        if int(length) == 0:
-            return
-        dist.recv(torch.empty(int(length), device=world.device), peer)
-        dist.send(answer, peer)

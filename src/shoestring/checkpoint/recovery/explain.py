@@ -17,8 +17,7 @@ from shoestring.checkpoint.recovery.attempts import judge, read_marks
 from shoestring.checkpoint.recovery.decide import NotTaken, ResumeFacts, ResumePlan, decide
 from shoestring.checkpoint.recovery.offers import DISK, MEMORY, Available, Wish, gather
 from shoestring.checkpoint.recovery.reader import Damage, Reader
-from shoestring.checkpoint.tiers.claim import LOCK
-from shoestring.checkpoint.tiers.file_acts import Lock
+from shoestring.checkpoint.tiers.claim import is_locked
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
@@ -123,7 +122,7 @@ def explain(disk: Path, memory: Path) -> Explanation:
             break
         facts = facts.after(checkpoint, damaged, misfit)
         plan = decide(available, history, wish, facts)
-    return Explanation(plan, available, _replayed(plan), _in_use(disk))
+    return Explanation(plan, available, _replayed(plan), is_locked(disk))
 
 
 def _verify(plan: ResumePlan) -> tuple[Damage, str]:
@@ -165,19 +164,6 @@ def _replayed(plan: ResumePlan) -> int:
     while steps and all(last + 1 in recorded for recorded in steps.values()):
         last += 1
     return last
-
-
-def _in_use(disk: Path) -> bool:
-    """Whether a process holds the lock of a folder of checkpoints."""
-    if not (disk / LOCK).exists():
-        return False
-    try:
-        lock = Lock.of(disk / LOCK)
-    except OSError:
-        return True
-    if lock is not None:
-        lock.release()
-    return lock is None
 
 
 def _where(left: NotTaken) -> str:
