@@ -88,8 +88,15 @@ class EightBitProducts:
     def _operand(self, source: fx.Node, dtype: torch.dtype, *, by_rows: bool) -> tuple[fx.Node, fx.Node]:
         """A rounded operand in the layout that products need, by rows or by columns, and its scale."""
         base, transposed = _untransposed(source)
-        rounded, scale = self._round(base, dtype)
         call = self.casts.call
+        if (base, dtype) not in self._rounded:  # once for each tensor and type
+            largest = torch.finfo(dtype).max
+            wide = base if base.meta["val"].dtype == torch.float32 else self.casts.cast(base, torch.float32)
+            magnitude = call(aten.amax.default, call(aten.abs.default, wide))
+            scale = call(aten.clamp_min.default, call(aten.div.Tensor, magnitude, largest), SMALLEST)
+            bounded = call(aten.clamp.default, call(aten.div.Tensor, wide, scale), -largest, largest)
+            self._rounded[base, dtype] = call(CAST, bounded, dtype), scale
+        rounded, scale = self._rounded[base, dtype]
         matrix = call(aten.t.default, rounded) if transposed else rounded
         if (matrix.meta["val"].stride(1) == 1) is by_rows:
             return matrix, scale
@@ -97,17 +104,6 @@ class EightBitProducts:
             return call(aten.clone.default, matrix, memory_format=torch.contiguous_format), scale
         copied = call(aten.clone.default, call(aten.t.default, matrix), memory_format=torch.contiguous_format)
         return call(aten.t.default, copied), scale
-
-    def _round(self, source: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """A tensor rounded to 8 bits, and the scale that it was divided by; made once for each tensor and type."""
-        if (source, dtype) not in self._rounded:
-            call, largest = self.casts.call, torch.finfo(dtype).max
-            wide = source if source.meta["val"].dtype == torch.float32 else self.casts.cast(source, torch.float32)
-            magnitude = call(aten.amax.default, call(aten.abs.default, wide))
-            scale = call(aten.clamp_min.default, call(aten.div.Tensor, magnitude, largest), SMALLEST)
-            bounded = call(aten.clamp.default, call(aten.div.Tensor, wide, scale), -largest, largest)
-            self._rounded[source, dtype] = call(CAST, bounded, dtype), scale
-        return self._rounded[source, dtype]
 
 
 def _untransposed(source: fx.Node) -> tuple[fx.Node, bool]:

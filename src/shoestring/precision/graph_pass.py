@@ -158,7 +158,12 @@ def narrow(module: fx.GraphModule, rules: Rules = DEFAULT) -> Narrowing:
     graph = module.graph
     decided = _decide(graph, rules)
     bits, casts = decided.bits, Casts(graph, rules.dtype)
-    reasons, products = _by_operator(decided), EightBitProducts(casts, _of_gradients(graph))
+    of_gradients = set[fx.Node]()  # the nodes that depend on the gradients of the graph's outputs
+    for node in graph.nodes:
+        first = node.op == "placeholder" and "tangents" in node.name
+        if first or any(source in of_gradients for source in node.all_input_nodes):
+            of_gradients.add(node)
+    reasons, products = _by_operator(decided), EightBitProducts(casts, of_gradients)
     for node in [*graph.nodes]:
         if node.op == "output":
             casts.restore(node)
@@ -171,16 +176,6 @@ def narrow(module: fx.GraphModule, rules: Rules = DEFAULT) -> Narrowing:
     graph.eliminate_dead_code()
     counts = count_elements(graph, rules.dtype)
     return Narrowing(bits, count_casts(graph), *counts, reasons, len(decided.eight))
-
-
-def _of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on the gradients of the graph's outputs."""
-    later = set[fx.Node]()
-    for node in graph.nodes:
-        first = node.op == "placeholder" and "tangents" in node.name
-        if first or any(source in later for source in node.all_input_nodes):
-            later.add(node)
-    return later
 
 
 def count_casts(graph: fx.Graph) -> int:

@@ -79,7 +79,16 @@ class TrialSearch:
                 return lease
         if not self._room(trials):
             return None
-        self._abandon_orphans(seconds)
+        # Give up trials that have been only in Optuna's tables for longer than a lease: their proposers died.
+        running = self.storage.get_all_trials(self.study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
+        known, now = self.store.known(), self.clock()
+        orphans = {trial._trial_id: trial.number for trial in running if trial._trial_id not in known}
+        self._unknown = {trial: self._unknown.get(trial, now) for trial in orphans}
+        expired = [trial for trial, since in self._unknown.items() if now - since > seconds]
+        for orphan in expired:
+            self.store.abandon(orphan, orphans[orphan])
+        if expired:
+            self.publish()
         self.study.sampler = NumberedSampler(lambda number: sampler(self.settings, self.space, number))
         trial = self.study.ask()
         values = draw(tuple(self.space), lambda dimension: suggest(trial, dimension))
@@ -192,18 +201,6 @@ class TrialSearch:
             self.storage.set_trial_state_values(trial, state, None if value is None else [value])
         except UpdateFinishedTrialError:  # another worker has already done this
             return
-
-    def _abandon_orphans(self, seconds: float) -> None:
-        """Give up trials that have been only in Optuna's tables for longer than a lease: their proposers died."""
-        running = self.storage.get_all_trials(self.study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
-        known, now = self.store.known(), self.clock()
-        orphans = {trial._trial_id: trial.number for trial in running if trial._trial_id not in known}
-        self._unknown = {trial: self._unknown.get(trial, now) for trial in orphans}
-        for trial, since in self._unknown.items():
-            if now - since > seconds:
-                self.store.abandon(trial, orphans[trial])
-        if any(now - since > seconds for since in self._unknown.values()):
-            self.publish()
 
 
 def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStorage, optuna.Study]:

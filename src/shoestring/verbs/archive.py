@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,9 +69,20 @@ class Archive:
         checkpoints: list[FoundCheckpoint] = []
         for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
             with suppress(FileNotFoundError):  # a live run has just renamed or deleted the checkpoint
-                if (checkpoint := _found(path)) is not None:
-                    checkpoints.append(checkpoint)
-        checkpoints += self._in_memory()
+                if (on_disk := _found(path)) is not None:
+                    checkpoints.append(on_disk)
+        sealed: dict[Any, list[tuple[Path, Record]]] = {}
+        for folder in sorted(self.memory.glob("host-*")):
+            for path, record in seals(folder):
+                sealed.setdefault(record.checkpoint, []).append((path, record))
+        for checkpoint, parts in sealed.items():
+            places = tuple((path.parent, record) for path, record in parts)
+            size = sum(entry.nbytes for _, record in places for entry in record.parts.values())
+            newest, state = max(_time(path) for path, _ in parts), _state(places)
+            step, start, folder = checkpoint.step, checkpoint.start, places[0][0]
+            checkpoints.append(
+                FoundCheckpoint(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
+            )
         checkpoints = [checkpoint for checkpoint in checkpoints if self.only in (None, checkpoint.path)]
         checkpoints.sort(key=lambda saved: (saved.step, saved.start, saved.level == DISK), reverse=True)
         history, files = None, {*continued(self.folder)}
@@ -94,18 +105,6 @@ class Archive:
         if checkpoints := self.found():
             return checkpoints
         raise CheckpointError(f"`{self.folder}` holds no checkpoint", hint=self._beside())
-
-    def _in_memory(self) -> Iterator[FoundCheckpoint]:
-        sealed: dict[Any, list[tuple[Path, Record]]] = {}
-        for folder in sorted(self.memory.glob("host-*")):
-            for path, record in seals(folder):
-                sealed.setdefault(record.checkpoint, []).append((path, record))
-        for checkpoint, parts in sealed.items():
-            places = tuple((path.parent, record) for path, record in parts)
-            size = sum(entry.nbytes for _, record in places for entry in record.parts.values())
-            newest, state = max(_time(path) for path, _ in parts), _state(places)
-            step, start, folder = checkpoint.step, checkpoint.start, places[0][0]
-            yield FoundCheckpoint(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
 
     def pick(self, step: int | None) -> FoundCheckpoint:
         """The readable checkpoint of step `step`; by default the newest one that is not abandoned.
