@@ -162,12 +162,14 @@ class TrialSearch:
             return []
         reports = self.store.all_reports()
         moves: Sequence[TrialLease | Fork] = []
-        if not self._spent(trials) and isinstance(self.schedule, Halving):
-            moves = promotable(trials, reports, self.schedule, self.sign)
-        elif not self._spent(trials):
-            scores = scores_of(trials, reports, self.schedule, self.sign)
-            move = next_move(trials, scores, self.schedule, np.random.default_rng([self.settings.seed, len(trials)]))
-            moves = [move] if move else []
+        if not self._spent(trials):
+            if isinstance(self.schedule, Halving):
+                moves = promotable(trials, reports, self.schedule, self.sign)
+            else:
+                scores = scores_of(trials, reports, self.schedule, self.sign)
+                random = np.random.default_rng([self.settings.seed, len(trials)])
+                move = next_move(trials, scores, self.schedule, random)
+                moves = [move] if move else []
         if moves or self._room(trials) or any(trial.state in ("ready", "held", "done") for trial in trials):
             return moves
         step = self.schedule.step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -287,32 +287,27 @@ def find_damage(checkpoint: FoundCheckpoint) -> list[str]:
     if not checkpoint.places:
         if checkpoint.state.startswith("damaged"):
             return [checkpoint.state]
-        return _faults(checkpoint.content) if checkpoint.path.is_file() else []
-    wrong = []
+        try:
+            if checkpoint.path.is_file():
+                checkpoint.content()
+        except CheckpointError as error:
+            return [error.parts()[1]]
+        return []
+    faults = []
     for folder, record in checkpoint.places:
         for name in record.parts:
-            wrong += _faults(lambda folder=folder, record=record, name=name: _verify_part(folder, record, name))
-    if wrong:
-        return wrong
+            try:
+                part = exports.part_of(folder, record, name)
+                part.verify()
+                if not name.startswith(peer_copies.PARITY):
+                    _ = part.about, part.pieces  # parsing the header finds further faults
+            except CheckpointError as error:
+                faults.append(error.parts()[1])
+    if faults:
+        return faults
     content = checkpoint.content()
     lacking = [name for name, stored in content.tensors.items() if not stored.complete]
     return [f"`{name}` is incomplete" for name in lacking] if checkpoint.state == COMPLETE else []
-
-
-def _faults(work: Callable[[], object]) -> list[str]:
-    """Call `work`; return the message of the CheckpointError that it raises, or an empty list."""
-    try:
-        work()
-    except CheckpointError as error:
-        return [error.parts()[1]]
-    return []
-
-
-def _verify_part(folder: Path, record: Record, name: str) -> None:
-    part = exports.part_of(folder, record, name)
-    part.verify()
-    if not name.startswith(peer_copies.PARITY):
-        _ = part.about, part.pieces
 
 
 def explain(run: Path) -> recovery.Explanation:

@@ -139,7 +139,15 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         metadata = _state(inert(read_regular(path, LIMIT), str(path)), f"{_OF_DCP}Metadata")
         entries: Mapping[str, Any] = metadata["state_dict_metadata"]
-        places = {_key(index): _place(info) for index, info in metadata["storage_data"].items()}
+        places: dict[Key, Place] = {}
+        for index, info in metadata["storage_data"].items():
+            key, storage = _key(index), _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+            if storage.get("transform_descriptors"):
+                raise ValueError("its files are compressed or encrypted")
+            file, (offset, length) = storage["relative_path"], _numbers((storage["offset"], storage["length"]))
+            if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
+                raise ValueError(f"{repr(file)} is not the name of a file in its folder")
+            places[key] = file, offset, length
         # Tensors must not share bytes, because tensors that share bytes could be many times as large as the files.
         for (file, start, length), (next_file, following, _) in itertools.pairwise(sorted(set(places.values()))):
             if file == next_file and start + length > following:
@@ -186,16 +194,6 @@ def _key(index: Any) -> Key:
     fields = _state(index, f"{_OF_DCP}MetadataIndex")
     offset = fields.get("offset")  # torch omits an offset of None, the default
     return fields["fqn"], None if offset is None else _size(offset)
-
-
-def _place(info: Any) -> Place:
-    fields = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
-    if fields.get("transform_descriptors"):
-        raise ValueError("its files are compressed or encrypted")
-    name, (offset, length) = fields["relative_path"], _numbers((fields["offset"], fields["length"]))
-    if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", "..") or "\0" in name:
-        raise ValueError(f"{repr(name)} is not the name of a file in its folder")
-    return name, offset, length
 
 
 def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], budget: Iterator[int]) -> Any:
