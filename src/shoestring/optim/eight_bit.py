@@ -135,20 +135,7 @@ class EightBitAdamW(Stepping):
 
     def _step(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-            if parameter.numel() < SMALL:
-                state["exp_avg"], state["exp_avg_sq"] = zeros, zeros.clone()
-            else:
-                state["first"], state["first_scale"] = encode(zeros, signed=True)
-                state["root"], state["root_scale"] = encode(zeros, signed=False)
-        # Both moments in float32: the state itself for small parameters, decoded copies for large ones.
-        if "exp_avg" in state:
-            first, second = state["exp_avg"], state["exp_avg_sq"]
-        else:
-            second = decode(state["root"], state["root_scale"], signed=False).square_()
-            first = decode(state["first"], state["first_scale"], signed=True)
+        first, second = self._averages(parameter, state)
         gradient = grad.to(first.dtype)
         state["step"] += 1
         first.lerp_(gradient, 1 - beta1)
@@ -162,6 +149,22 @@ class EightBitAdamW(Stepping):
         root = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(first.to(parameter.dtype), root.to(parameter.dtype), value=-group["lr"] / (1 - beta1**count))
+
+    def _averages(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return both moments in float32: decoded copies for large parameters, the state itself for small
+        parameters."""
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            if parameter.numel() < SMALL:
+                state["exp_avg"], state["exp_avg_sq"] = zeros, zeros.clone()
+            else:
+                state["first"], state["first_scale"] = encode(zeros, signed=True)
+                state["root"], state["root_scale"] = encode(zeros, signed=False)
+        if "exp_avg" in state:
+            return state["exp_avg"], state["exp_avg_sq"]
+        root = decode(state["root"], state["root_scale"], signed=False)
+        return decode(state["first"], state["first_scale"], signed=True), root.square_()
 
 
 def build(attachments: Attachments, settings: AdamW) -> Callable[[Params], Optimizer]:

@@ -160,19 +160,9 @@ def _links(world: World) -> list[Link]:
         world.barrier()
         if world.rank == source:
             latency = _echo(world, target, torch.zeros(1, device=world.device)) / 2
-            # The bandwidth, in bytes/s, follows from the times of two message sizes, so that the latency cancels.
-            nbytes = LARGE
-            while True:
-                small, large = (torch.zeros(n // 4, device=world.device) for n in (nbytes // 4, nbytes))
-                short, long = _echo(world, target, small, repeats=3), _echo(world, target, large, repeats=3)
-                if long > PATIENCE or nbytes >= 1 << 28:
-                    break
-                nbytes *= 2
-            dist.send(torch.tensor([0], device=world.device), target)
-            bandwidth = (large.nbytes - small.nbytes) / max(long - short, 1e-9)
-            links.append(Link(source=source, target=target, latency=latency, bandwidth=bandwidth))
+            links.append(Link(source=source, target=target, latency=latency, bandwidth=_bandwidth(world, target)))
         elif world.rank == target:
-            # Answer the messages of `_echo`, each after its length, until a message of length 0 is announced.
+            # Answer the messages of `_echo`, each of which its length precedes, until `_bandwidth` sends the length 0.
             length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
             dist.recv(length, source)
             while int(length):
@@ -180,6 +170,19 @@ def _links(world: World) -> list[Link]:
                 dist.send(answer, source)
                 dist.recv(length, source)
     return links
+
+
+def _bandwidth(world: World, peer: int) -> float:
+    """Bandwidth in bytes/s. It is computed from the difference between the times of two message sizes, so that the
+    latency cancels."""
+    size = LARGE
+    while True:
+        small, large = (torch.zeros(n // 4, device=world.device) for n in (size // 4, size))
+        short, long = _echo(world, peer, small, repeats=3), _echo(world, peer, large, repeats=3)
+        if long > PATIENCE or size >= 1 << 28:
+            dist.send(torch.tensor([0], device=world.device), peer)
+            return (large.nbytes - small.nbytes) / max(long - short, 1e-9)
+        size *= 2
 
 
 def _echo(world: World, peer: int, message: torch.Tensor, repeats: int = 9) -> float:

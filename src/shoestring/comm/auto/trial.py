@@ -65,19 +65,12 @@ class Trial:
             meshes = sorted({DATA, (HOSTS,), (LOCAL,)} if self.torus else {DATA})
             largest = min(2 * self.total, LARGEST)
             links = tuple(link for over in meshes for link in time_collectives(self.world, over, largest))
-            # Time each codec on each piece and then on all gradients. All ranks time codecs at once, because ranks of a
-            # host share cores.
-            size = self.world.ranks_over([HOSTS] if self.torus else DATA)
-            context = ExchangeContext(self.world.rank % size, size, LATE)
-            grads = {name: torch.randn_like(p) * 1e-3 for name, p in self.parameters.items()}
-            runs = [{name: grads[name] for name in names} for names in [*self._pieces(), self.order]]
-            coded: dict[str, list[Any]] = {}
-            for call, make in self.codecs.items():
-                self.world.barrier()
-                coded[call] = [asdict(time_codec(make, run, context)) for run in runs]
-            slowdown = self._slowdown(marks["end"], links)
-            seconds_of_passes = [seconds["end"] for seconds in passes]
-            own = {"marks": marks, "coded": coded, "slowdown": slowdown, "passes": seconds_of_passes}
+            own: dict[str, Any] = {
+                "marks": marks,
+                "coded": self._time_codecs(),
+                "slowdown": self._slowdown(marks["end"], links),
+            }
+            own["passes"] = [seconds["end"] for seconds in passes]
         self.attachments.trace.facts["local_seconds"] = marks["end"]
         everyone = self.world.gather(json.dumps(own).encode())
         return Measurements(
@@ -130,6 +123,19 @@ class Trial:
             runs[min(PIECES - 1, passed * PIECES // self.total)].append(name)
             passed += self.parameters[name].nbytes
         return [run for run in runs if run]
+
+    def _time_codecs(self) -> dict[str, list[Any]]:
+        """Time each codec on each piece and then on all gradients. All ranks time codecs at once, because ranks of a
+        host share cores."""
+        size = self.world.ranks_over([HOSTS] if self.torus else DATA)
+        context = ExchangeContext(self.world.rank % size, size, LATE)
+        grads = {name: torch.randn_like(p) * 1e-3 for name, p in self.parameters.items()}
+        runs = [{name: grads[name] for name in names} for names in [*self._pieces(), self.order]]
+        timings: dict[str, list[Any]] = {}
+        for call, make in self.codecs.items():
+            self.world.barrier()
+            timings[call] = [asdict(time_codec(make, run, context)) for run in runs]
+        return timings
 
     def _slowdown(self, backward: float, links: tuple[Collective, ...]) -> dict[str, float]:
         """Measure how much computation, coding and communication slow each other down during a forward and backward

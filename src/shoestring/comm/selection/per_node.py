@@ -123,12 +123,7 @@ class PerNodeCodec(Codec):
             rows = F.pad(rows, (0, union.longest - rows.shape[1])).to(self.dtype)
             # Sent as bytes, because floating-point answers must be equal on all ranks (see `Codec.code`).
             (received,) = yield [AllToAll(rows.view(torch.uint8))]
-            total = norm.new_zeros(union.total, dtype=torch.float32)  # sums of shards, in the order of the ranks
-            sums = _cut(total, union.pieces)
-            for row, sent in zip(received.view(self.dtype).float(), union.sent, strict=True):
-                for piece, entries in _cut(row, sent).items():
-                    sums[piece] += entries
-            mean = total / ranks
+            mean = _sum(received.view(self.dtype), union) / ranks
             rounded = mean.to(self.dtype)
             (gathered,) = yield [AllGather(rounded)]
             averages = _cut(gathered, union.pieces)
@@ -258,3 +253,13 @@ def _cut(rows: Tensor, pieces: Sequence[LayerPiece]) -> dict[LayerPiece, Tensor]
     """Split the last dimension of rows into views, one for each piece, by the pieces' shard sizes."""
     sizes = [piece.shard for piece in pieces]
     return dict(zip(pieces, rows[..., : sum(sizes)].split(sizes, dim=-1), strict=True))
+
+
+def _sum(rows: Tensor, union: Union) -> Tensor:
+    """Sum the received shards (ranks, P) in the order of the ranks: (U,) in fp32."""
+    total = rows.new_zeros(union.total, dtype=torch.float32)
+    sums = _cut(total, union.pieces)
+    for row, sent in zip(rows.float(), union.sent, strict=True):
+        for piece, entries in _cut(row, sent).items():
+            sums[piece] += entries
+    return total
