@@ -63,34 +63,8 @@ class Saver:
         """
         path = self.folder / f"step-{self.attachments.progress.step:08d}.safetensors"
         with span("save", "disk"):
-            # Gather shards, the separate states of all ranks, and buffers that differ from the first rank's buffers.
-            world, shared = self.attachments.world, {}
-            own_part: dict[str, dict[str, Any]] = {"own": {}, "buffers": {}}
-            for name, entry in self.attachments.kept.items():
-                state = entry.state.state_dict()
-                if entry.across == "own":
-                    own_part["own"][name] = state
-                    continue
-                if entry.across == "shard" or world.first:  # all ranks must call `pack`, which gathers shards
-                    shared[name] = state
-                names = buffer_names(entry.state)
-                if buffers := {key: state[key] for key in names if isinstance(state.get(key), Tensor)}:
-                    own_part["buffers"][name] = buffers
-            gathered = [unpack(data) for data in world.gather(pack(own_part))] if world.size > 1 else [own_part]
-            head: dict[str, Any] = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
-            first = gathered[0]["buffers"]
-            differing = []  # for each rank: name of a state -> name of a buffer -> buffer
-            for part in gathered:
-                changed = {
-                    name: {key: value for key, value in of_state.items() if not torch.equal(value, first[name][key])}
-                    for name, of_state in part["buffers"].items()
-                }
-                differing.append({name: of_state for name, of_state in changed.items() if of_state})
-            if any(differing):
-                head["buffers"] = differing
-            own = [part["own"] for part in gathered] if own_part["own"] else []
-            packed = PackedState.of({**head, "shared": shared, "own": own})
-            world.agree(lambda: self._write(path, packed) if world.first else None)
+            packed = self._gather()
+            self.attachments.world.agree(lambda: self._write(path, packed) if self.attachments.world.first else None)
         return path
 
     def restored(self, step: int | None) -> int | None:
@@ -99,6 +73,36 @@ class Saver:
         return step
 
     # -- saving ------------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> PackedState:
+        """Gather the content of the file: shards, separate states of all ranks, and buffers that differ from the first
+        rank's buffers."""
+        world, shared = self.attachments.world, {}
+        own_part: dict[str, dict[str, Any]] = {"own": {}, "buffers": {}}
+        for name, entry in self.attachments.kept.items():
+            state = entry.state.state_dict()
+            if entry.across == "own":
+                own_part["own"][name] = state
+                continue
+            if entry.across == "shard" or world.first:  # all ranks must call `pack`, which gathers shards
+                shared[name] = state
+            names = buffer_names(entry.state)
+            if buffers := {key: state[key] for key in names if isinstance(state.get(key), Tensor)}:
+                own_part["buffers"][name] = buffers
+        gathered = [unpack(data) for data in world.gather(pack(own_part))] if world.size > 1 else [own_part]
+        head: dict[str, Any] = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
+        first = gathered[0]["buffers"]
+        differing = []  # for each rank: name of a state -> name of a buffer -> buffer
+        for part in gathered:
+            changed = {
+                name: {key: value for key, value in of_state.items() if not torch.equal(value, first[name][key])}
+                for name, of_state in part["buffers"].items()
+            }
+            differing.append({name: of_state for name, of_state in changed.items() if of_state})
+        if any(differing):
+            head["buffers"] = differing
+        own = [part["own"] for part in gathered] if own_part["own"] else []
+        return PackedState.of({**head, "shared": shared, "own": own})
 
     def _write(self, path: Path, packed: PackedState) -> None:
         try:
