@@ -64,7 +64,7 @@ class Recorder:
         if isinstance(error, ShoestringError):
             name, message, hint = error.parts()
         elif isinstance(error, KeyboardInterrupt):
-            message = "interrupted from the keyboard"
+            name, message = "KeyboardInterrupt", "interrupted from the keyboard"
         else:
             calls = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES))
         described = {"error": name, "message": message, "hint": hint, "traceback": calls}

@@ -167,8 +167,8 @@ class TrialSearch:
                 moves = promotable(trials, reports, self.schedule, self.sign)
             else:
                 scores = scores_of(trials, reports, self.schedule, self.sign)
-                random = np.random.default_rng([self.settings.seed, len(trials)])
-                move = next_move(trials, scores, self.schedule, random)
+                chance = np.random.default_rng([self.settings.seed, len(trials)])
+                move = next_move(trials, scores, self.schedule, chance)
                 moves = [move] if move else []
         if moves or self._room(trials) or any(trial.state in ("ready", "held", "done") for trial in trials):
             return moves
