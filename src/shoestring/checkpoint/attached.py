@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -50,6 +49,16 @@ def install(attachments: Attachments, settings: Tiered) -> None:
         checkpointer.differences = _differences(attachments, checkpointer)
         checkpointer.schedule.replays = checkpointer.differences is not None
 
+    total = attachments.progress.total  # 0 if the run file does not set a number of steps
+
+    def restored(where: str) -> int | None:
+        step = resume(checkpointer, where)
+        done = 0 < (total or checkpointer.progress.total) <= checkpointer.progress.position
+        # A run that resumes from memory with no steps left was killed before its last checkpoint was on disk.
+        if where == "auto" and step is not None and done and not checkpointer.on_disk:
+            checkpointer.finish()
+        return step
+
     def capture() -> None:
         if attachments.done:
             attachments.world.agree(attachments.verify)
@@ -62,7 +71,7 @@ def install(attachments: Attachments, settings: Tiered) -> None:
     attachments.at(Phase.WAIT, checkpointer.wait)
     attachments.read_beside(checkpointer.finish_copies)
     attachments.at(Phase.CAPTURE, capture)
-    attachments.restore_with(partial(_restore, checkpointer, attachments.progress.total))
+    attachments.restore_with(restored)
 
 
 def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differences | None:
@@ -95,21 +104,6 @@ def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differ
     differences = Differences(attachments, averages, slot, claim, group, steps, on_disk=on_disk, partners=partners)
     attachments.at(Phase.WAIT, differences.begin_step)
     return differences
-
-
-def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:
-    """Resume from a checkpoint. If a run resumes from memory and has no steps left, the run was killed before its last
-    checkpoint was on disk. In this case, the state is written to disk.
-
-    Args:
-        total: number of steps in the run file; 0 if the run file does not set a number.
-        where: "auto" for the newest checkpoint, or a path.
-    """
-    step = resume(checkpointer, where)
-    done = 0 < (total or checkpointer.progress.total) <= checkpointer.progress.position
-    if where == "auto" and step is not None and done and not checkpointer.on_disk:
-        checkpointer.finish()
-    return step
 
 
 def restore(attachments: Attachments, settings: Tiered, where: str) -> int | None:

@@ -105,21 +105,17 @@ class _Lives:
         top = 0
         for placed, block in enumerate(order):
             beside = (born[:placed] < self.died[block]) & (died[:placed] > self.born[block])
-            address = _lowest_gap(begins[:placed][beside], ends[:placed][beside], int(self.sizes[block]))
+            lower, upper = begins[:placed][beside], ends[:placed][beside]
+            by_address = np.argsort(lower, kind="stable")
+            # Blocks that are alive at other times may overlap, so the end of all lower blocks is a running maximum.
+            below = np.maximum.accumulate(np.concatenate([[0], upper[by_address]]))
+            fits = np.flatnonzero(lower[by_address] - below[:-1] >= self.sizes[block])
+            address = int(below[fits[0]] if len(fits) else below[-1])
             addresses[block] = begins[placed] = address
             ends[placed] = address + self.sizes[block]
             born[placed], died[placed] = self.born[block], self.died[block]
             top = max(top, int(ends[placed]))
         return addresses, top
-
-
-def _lowest_gap(begins: np.ndarray, ends: np.ndarray, nbytes: int) -> int:
-    """The lowest address at which `nbytes` bytes overlap no interval from `begins` to `ends`."""
-    order = np.argsort(begins, kind="stable")
-    # Intervals may overlap, so the end of all lower intervals is a running maximum.
-    below = np.maximum.accumulate(np.concatenate([[0], ends[order]]))
-    fits = np.flatnonzero(begins[order] - below[:-1] >= nbytes)
-    return int(below[fits[0]] if len(fits) else below[-1])
 
 
 def _highest(sizes: np.ndarray, born: np.ndarray, died: np.ndarray) -> int:

@@ -97,7 +97,11 @@ class ChunkedLossInHead:
 
     def __init__(self, attachments: Attachments, tokens: int) -> None:
         self.attachments, self.tokens = attachments, tokens
-        LossInHead(attachments, self.compute, _in_training, "remove the table [memory.chunkedloss]")
+
+        def in_training(model: nn.Module, batch: Batch) -> bool:
+            return model.training and torch.is_grad_enabled()
+
+        LossInHead(attachments, self.compute, in_training, "remove the table [memory.chunkedloss]")
 
     def compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> ChunkedTotal:
         return ChunkedTotal(chunked_cross_entropy(hidden, weight, bias, targets, self.tokens))
@@ -113,7 +117,3 @@ class ChunkedLossInHead:
             "loss_tokens": targets.numel(),
         }
         return result.total, (targets != IGNORED).sum()
-
-
-def _in_training(model: nn.Module, batch: Batch) -> bool:
-    return model.training and torch.is_grad_enabled()

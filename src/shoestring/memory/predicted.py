@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -418,8 +418,4 @@ def fake_batch(batch: Batch, shape: tuple[int, int], device: str) -> Batch:
     if batch is None:
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         batch = {"inputs": tokens, "targets": tokens}
-    return tree_map_only(Tensor, partial(_zeros, device), batch)
-
-
-def _zeros(device: str, tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return tree_map_only(Tensor, lambda like: torch.zeros(like.shape, dtype=like.dtype, device=device), batch)

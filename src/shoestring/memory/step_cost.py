@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -106,7 +106,14 @@ class CostedTensors(LiveTensors):
         self.seconds += seconds
         self.operators += 1
         if not self.backward and self.block in self.modules:
-            self._note(func, seconds, old, own)
+            name = operator_name(func)
+            self._counts[name] += 1
+            if func._schema.is_mutable:  # a result that is overwritten cannot be held
+                for key in old.keys() & self._makers.keys():
+                    maker = self._makers[key]
+                    self.calls[maker] = self.calls[maker]._replace(nbytes=0)
+            self._makers |= dict.fromkeys(own, len(self.calls))
+            self.calls.append(BlockCall(call_name(func, self._counts[name]), seconds, sum(own.values())))
         return returned
 
     @contextmanager
@@ -120,16 +127,6 @@ class CostedTensors(LiveTensors):
             maker = self._makers.get(tensor.untyped_storage()._cdata, -1)
             self.needed = max(self.needed, maker + 1)
         return tensor
-
-    def _note(self, func: Any, seconds: float, old: Mapping[int, int], own: Mapping[int, int]) -> None:
-        name = operator_name(func)
-        self._counts[name] += 1
-        if func._schema.is_mutable:  # a result that is overwritten cannot be held
-            for key in old.keys() & self._makers.keys():
-                maker = self._makers[key]
-                self.calls[maker] = self.calls[maker]._replace(nbytes=0)
-        self._makers |= dict.fromkeys(own, len(self.calls))
-        self.calls.append(BlockCall(call_name(func, self._counts[name]), seconds, sum(own.values())))
 
 
 def _storages(tensors: Any) -> dict[int, int]:

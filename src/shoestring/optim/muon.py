@@ -117,10 +117,8 @@ class MuonAdamW(Stepping):
                 matrices += [(group, tensor) for tensor in tensors]
             elif tensors:
                 self._adamw(group, tensors)
-        if matrices:
-            self._muon(matrices)
-
-    def _muon(self, matrices: list[tuple[dict[str, Any], Tensor]]) -> None:
+        if not matrices:
+            return
         tensors = [tensor for _, tensor in matrices]
         for tensor in tensors:
             if not self.state[tensor]:

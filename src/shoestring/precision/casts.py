@@ -18,7 +18,7 @@ CAST = torch.ops.prims.convert_element_type.default
 class Casts:
     """Inserts casts in front of nodes; a tensor that several nodes read is cast once.
 
-    `meta["val"]` of all nodes in front of the current one have the types that the changed graph computes.
+    When a node is converted, the `meta["val"]` of all earlier nodes already has the data types of the changed graph.
     """
 
     def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
@@ -27,7 +27,7 @@ class Casts:
         self._types = {node: dtypes_of(node) for node in graph.nodes}
 
     def convert(self, node: fx.Node, narrow: bool) -> None:
-        """Cast the inputs of a node, and compute the types of its outputs anew."""
+        """Cast the inputs of a node, and recompute the data types of its outputs."""
         places = NARROWED_ARGUMENTS.get(operator_name(node)) if narrow else None
         sources = node.all_input_nodes
 
@@ -37,7 +37,7 @@ class Casts:
 
         def cast(source: fx.Node, narrow: bool) -> fx.Node:
             was, now = self._types[source], dtypes_of(source)
-            if len(now) != 1:  # an operator with several outputs is read by picks of them only
+            if len(now) != 1:  # operators with several outputs are read only through `getitem`
                 return source
             if narrow and now == (torch.float32,):
                 return self.cast(source, self.dtype)
@@ -50,7 +50,7 @@ class Casts:
                 for place, argument in enumerate(node.args)
             )
             kwargs = fx.node.map_arg(dict(node.kwargs), partial(cast, narrow=narrow and places is None))
-        if narrow:  # operators that are told the type of their result, or of the input of their forward pass
+        if narrow:  # arguments that name the data type of the result, or of the forward pass's input
             args = tuple(self.dtype if argument is torch.float32 else argument for argument in args)
             kwargs = {name: self.dtype if value is torch.float32 else value for name, value in kwargs.items()}
         changed = args != node.args or kwargs != node.kwargs
@@ -69,13 +69,13 @@ class Casts:
             output.args = fx.node.map_arg(output.args, cast)
 
     def cast(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """The node that casts a tensor; made where the graph is being inserted into, if there is none yet."""
+        """Return the node that casts a tensor; if there is none yet, create it at the graph's insertion point."""
         if (source, dtype) not in self._made:
             self._made[source, dtype] = self.call(CAST, source, dtype)
         return self._made[source, dtype]
 
     def call(self, target: Any, source: fx.Node, *rest: Any, **options: Any) -> fx.Node:
-        """Insert a call of an operator on a tensor, which belongs to the same pass as the tensor."""
+        """Insert a call of an operator on a tensor; it is marked as part of the tensor's pass, forward or backward."""
         made = self.graph.call_function(target, (source, *rest), options)
         made.meta["val"] = computed(made)
         for key in ("partitioner_tag", "seq_nr", "stack_trace", "fwd_nn_module_stack", "nn_module_stack"):

@@ -1,9 +1,8 @@
-"""Decides by measured errors which groups of operators compute in fewer bits; numbers in, names out.
+"""Chooses, from measured errors, the groups of operators that compute in fewer bits; a pure function.
 
-Errors of groups are nearly independent, so their squares add up. The groups are then the items of a knapsack: the room
-is the squared bound, an item weighs the squared error that its fewer bits add, and is worth the bytes that they spare.
-
-Nothing here imports torch.
+Errors of groups are nearly independent, so their squares add up. Choosing groups is therefore a knapsack problem: the
+capacity is the squared bound, the weight of a group is the squared error that fewer bits add, and its value is the
+number of bytes that they save. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,40 +12,42 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 GAIN = 0.01
-"""Least part of the bytes of all groups that a change must spare; smaller ones are not worth another compilation."""
+"""Minimum fraction of all groups' bytes that a change must save; less is not worth another compilation."""
 
 ROUNDING = 1e-9
-"""Part of the bound by which a sum may exceed it: adding errors in another order must not change the choice."""
+"""Relative tolerance of the bound, so that adding errors in another order does not change the choice."""
 
 
 class Effect(NamedTuple):
-    """What fewer bits do to a step, if a group of operators computes in them."""
+    """The effect on a step if a group of operators computes in fewer bits."""
 
     error: float
-    """Squared relative error of gradients that they add. Below zero where errors cancel, or within the noise, on which
-    nobody should count: a group costs the size of its effect."""
+    """Increase of the squared relative error of gradients. Negative if errors cancel or the increase is within the
+    noise; since neither can be relied on, `choose` uses the absolute value."""
     spared: float
-    """Bytes that a step reads and writes less."""
+    """Reduction of the bytes that a step reads and writes."""
     product: bool = False
-    """Whether the group consists of products of matrices, which fewer bits make faster by themselves."""
+    """Whether the group consists of matrix products, which fewer bits speed up directly."""
 
 
 def choose(effects: Mapping[str, Effect], narrow: Collection[str], error: float, bound: float) -> set[str]:
-    """Choose the groups that compute in fewer bits, such that the error of gradients stays within a bound.
+    """Choose the groups that compute in fewer bits, so that the error of gradients stays within a bound.
 
-    Products come first, and then what adds the least error for the bytes that it spares. Without products nothing is
-    narrowed. Groups that are not in `effects` stay as they are.
+    Matrix products are chosen first, then the groups that add the least error per byte saved. If no product fits, no
+    group is narrowed. Groups that are not in `effects` do not change.
 
     Args:
-        effects: what fewer bits do, for each measured group. narrow: the measured groups that have them now.
-        error: squared relative error of gradients now. bound: the largest squared error.
+        effects: effect of fewer bits, for each measured group.
+        narrow: groups that compute in fewer bits now.
+        error: squared relative error of gradients now.
+        bound: maximum squared relative error.
     """
     now = {name for name in narrow if name in effects}
     costs = {name: abs(effect.error) for name, effect in effects.items()}
     measured = sum(costs[name] for name in now)
-    if measured > error:  # the costs of what is narrow now are not more than the error
+    if measured > error:  # groups that are narrow now cannot contribute more than the present error
         costs |= {name: costs[name] * error / measured for name in now}
-    used = max(error - measured, 0.0)  # by groups that were not measured
+    used = max(error - measured, 0.0)  # error of the groups that were not measured
     worth = [name for name, effect in effects.items() if effect.product or effect.spared > 0]
     chosen = set[str]()
     for name in sorted(worth, key=lambda name: (not effects[name].product, _rate(costs[name], effects[name]), name)):
@@ -55,7 +56,8 @@ def choose(effects: Mapping[str, Effect], narrow: Collection[str], error: float,
             chosen.add(name)
 
     if chosen.isdisjoint(products := {name for name, effect in effects.items() if effect.product}) and products:
-        # What lies between products shows no error of its own, because they round its numbers anyway.
+        # Without narrowed products, the measured errors of the other groups do not hold: products round their inputs
+        # anyway, so operators between products add no error of their own.
         chosen.clear()
 
     def spared(names: Collection[str]) -> float:
@@ -67,5 +69,5 @@ def choose(effects: Mapping[str, Effect], narrow: Collection[str], error: float,
 
 
 def _rate(cost: float, effect: Effect) -> float:
-    """The squared error for each byte spared."""
+    """Squared error added per byte saved."""
     return cost / effect.spared if effect.spared > 0 else math.inf

@@ -1,7 +1,8 @@
-"""Products of matrices in 8 bits: e4m3 forward, e5m2 for gradients, with one scale for each tensor.
+"""Matrix products in 8 bits: e4m3 in the forward pass, e5m2 for gradients, with one scale per tensor.
 
-A tensor is divided by its largest magnitude over the largest number of the 8-bit type, in every step anew (dynamic
-scaling; Micikevicius et al., *FP8 formats for deep learning*, 2022). It is rounded once, whatever reads it.
+Before rounding, a tensor is divided by a scale, its largest magnitude over the largest number of the 8-bit type, which
+is recomputed in every step (dynamic scaling; Micikevicius et al., *FP8 formats for deep learning*, 2022). A tensor that
+several products read is rounded once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shoestring.precision.casts import CAST, Casts, computed
 from shoestring.precision.operators import operator_name
@@ -21,15 +22,16 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-30
 """Smallest scale, so that a tensor of zeros stays zero."""
 LEAST = 1024
-"""Least M N / (M + N) of a product of (M, K) and (K, N). Rounding takes time in proportion to K (M + N), and 8 bits
-save time in proportion to M N K. By the data sheet of an H100 both are equal at about 2,700 if each tensor is rounded
-by itself for one product; but two products read a tensor, and compilers fuse rounding with what comes before."""
+"""Minimum of M N / (M + N) for a product of (M, K) and (K, N). Rounding takes time proportional to K (M + N), and 8
+bits save time proportional to M N K. By the data sheet of an H100, both are equal at about 2,700 if each tensor is
+rounded separately for one product; the minimum is lower because two products read each tensor, and because compilers
+fuse rounding with the preceding operators."""
 MULTIPLE = 16
-"""Sizes must be multiples of this number, because the units of GPUs read 16 bytes at a time."""
+"""Sizes must be multiples of this number, because tensor cores read 16 bytes at a time."""
 
 
 def lacks_eight_bits(device: torch.device) -> str:
-    """Why a device does not multiply 8-bit floats; empty if it does."""
+    """Return the reason why a device cannot multiply 8-bit floats; empty if it can."""
     if device.type != "cuda":
         return f"this {device.type.upper()} has no units for products of 8-bit floats"
     major, minor = torch.cuda.get_device_capability(device)
@@ -39,7 +41,8 @@ def lacks_eight_bits(device: torch.device) -> str:
 
 
 def unfit(node: fx.Node) -> str:
-    """Why the product that a node computes cannot be in 8 bits, or would be no faster; empty if 8 bits are useful."""
+    """Return the reason why a node's product cannot be computed in 8 bits or would not be faster; empty if 8 bits
+    help."""
     if operator_name(node) not in PRODUCTS:
         return "a product"
     *added, one, other = (source.meta["val"] for source in node.args if isinstance(source, fx.Node))
@@ -55,10 +58,10 @@ def unfit(node: fx.Node) -> str:
 
 
 class EightBitProducts:
-    """Replaces products by products of rounded tensors.
+    """Replaces matrix products by products of tensors rounded to 8 bits.
 
     Args:
-        gradients: the nodes that depend on the gradients of the graph's outputs, which are rounded to e5m2.
+        gradients: nodes that depend on the gradients of the graph's outputs; these tensors are rounded to e5m2.
     """
 
     def __init__(self, casts: Casts, gradients: Container[fx.Node]) -> None:
@@ -66,17 +69,18 @@ class EightBitProducts:
         self._rounded = dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, fx.Node]]()
 
     def convert(self, node: fx.Node) -> None:
-        """Replace a product. Its result has the 16-bit type, and its inputs are rounded from the type they have."""
+        """Replace a product. Its result has the 16-bit type; its inputs are rounded directly from the type that they
+        have."""
         *bias, one, other = node.args
         assert isinstance(one, fx.Node) and isinstance(other, fx.Node)
         gradients = [source in self.gradients for source in (one, other)]
-        # GPUs multiply no two tensors of e5m2.
+        # GPUs cannot multiply two e5m2 tensors.
         types = [BACKWARD if gradients[0] else FORWARD, BACKWARD if gradients[1] and not gradients[0] else FORWARD]
         with self.casts.graph.inserting_before(node):
             left, left_scale = self._operand(one, types[0], by_rows=True)
             right, right_scale = self._operand(other, types[1], by_rows=False)
             added = [self._narrowed(source) for source in bias if isinstance(source, fx.Node)]
-        fast = not any(gradients)  # sums of fewer bits inside of a product, which gradients do not bear
+        fast = not any(gradients)  # accumulate in fewer bits, which is too inexact for gradients
         node.target = aten._scaled_mm.default
         node.args = (left, right, left_scale, right_scale, *(added or [None]), None, self.casts.dtype, fast)
         node.kwargs = {}
@@ -86,32 +90,30 @@ class EightBitProducts:
         return source if source.meta["val"].dtype == self.casts.dtype else self.casts.cast(source, self.casts.dtype)
 
     def _operand(self, source: fx.Node, dtype: torch.dtype, *, by_rows: bool) -> tuple[fx.Node, fx.Node]:
-        """A rounded operand in the layout that products need, by rows or by columns, and its scale."""
+        """Return an operand rounded to 8 bits, in the layout that products need (by rows or by columns), and its
+        scale."""
         base, transposed = _untransposed(source)
-        rounded, scale = self._round(base, dtype)
         call = self.casts.call
+        if (base, dtype) not in self._rounded:  # once for each tensor and type
+            largest = torch.finfo(dtype).max
+            wide = base if base.meta["val"].dtype == torch.float32 else self.casts.cast(base, torch.float32)
+            magnitude = call(aten.amax.default, call(aten.abs.default, wide))
+            scale = call(aten.clamp_min.default, call(aten.div.Tensor, magnitude, largest), SMALLEST)
+            bounded = call(aten.clamp.default, call(aten.div.Tensor, wide, scale), -largest, largest)
+            self._rounded[base, dtype] = call(CAST, bounded, dtype), scale
+        rounded, scale = self._rounded[base, dtype]
         matrix = call(aten.t.default, rounded) if transposed else rounded
-        if _is_by_rows(matrix.meta["val"]) is by_rows:
+        if (matrix.meta["val"].stride(1) == 1) is by_rows:
             return matrix, scale
         if by_rows:
             return call(aten.clone.default, matrix, memory_format=torch.contiguous_format), scale
         copied = call(aten.clone.default, call(aten.t.default, matrix), memory_format=torch.contiguous_format)
         return call(aten.t.default, copied), scale
 
-    def _round(self, source: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-        """A tensor rounded to 8 bits, and the scale that it was divided by; made once for each tensor and type."""
-        if (source, dtype) not in self._rounded:
-            call, largest = self.casts.call, torch.finfo(dtype).max
-            wide = source if source.meta["val"].dtype == torch.float32 else self.casts.cast(source, torch.float32)
-            magnitude = call(aten.amax.default, call(aten.abs.default, wide))
-            scale = call(aten.clamp_min.default, call(aten.div.Tensor, magnitude, largest), SMALLEST)
-            bounded = call(aten.clamp.default, call(aten.div.Tensor, wide, scale), -largest, largest)
-            self._rounded[source, dtype] = call(CAST, bounded, dtype), scale
-        return self._rounded[source, dtype]
-
 
 def _untransposed(source: fx.Node) -> tuple[fx.Node, bool]:
-    """The matrix that a matrix is a view of, before it was cast to fewer bits, and whether the view is transposed."""
+    """Look through transposes and casts of a matrix: return the matrix at their origin, and whether it is
+    transposed."""
     transposed = False
     while source.op == "call_function":
         swaps, inner = _swaps(source), source.args[0]
@@ -123,14 +125,10 @@ def _untransposed(source: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _swaps(source: fx.Node) -> bool:
-    """Whether a node swaps two dimensions of its input, and does nothing else, if the input has two."""
+    """Whether a node only swaps the two dimensions of a matrix."""
     if source.target is aten.permute.default:
         order = source.args[1]
         return isinstance(order, list | tuple) and [int(str(dim)) % 2 for dim in order] == [1, 0]
     if source.target is aten.transpose.int:
         return {int(str(dim)) % 2 for dim in source.args[1:3]} == {0, 1}
     return source.target is aten.t.default
-
-
-def _is_by_rows(matrix: Tensor) -> bool:
-    return matrix.stride(1) == 1

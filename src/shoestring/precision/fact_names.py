@@ -1,6 +1,6 @@
-"""Names of facts and of a table that the report and `shoestring plan --explain` read."""
+"""Names of trace facts and of a report table, read by the report and by `shoestring plan --explain`."""
 
 CHOSEN = "chosen bits: "
-"""Prefix of facts: name of a group of operators -> the bits that measured errors have chosen for it."""
+"""Prefix of the facts that map a group of operators to the number of bits chosen from measured errors."""
 CHOSEN_TITLE = "Bits that measured errors have chosen"
 """Title of the report's table of these groups."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def narrow_graphs(attachments: Attachments, settings: Graph) -> None:
-    """Add the pass to the graphs that torch.compile traces, and measure its errors if the settings ask for it."""
+    """Add the pass to the graphs that torch.compile traces; if the settings say so, also measure its errors."""
     graphs = NarrowedGraphs(attachments, settings)
     attachments.add_pass(graphs.work, on="joint")
     if settings.measure:

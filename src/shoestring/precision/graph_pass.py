@@ -1,4 +1,4 @@
-"""The pass of [precision.graph] over the joint graph of a step: decides how many bits operators have."""
+"""The graph pass of [precision.graph]: decides the number of bits of each operator in a step's joint graph."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from shoestring.precision.operators import computes_floats, dtypes_of, elements_
 
 @dataclass(frozen=True)
 class Narrowing:
-    """What the pass did to a graph."""
+    """Statistics of a graph after the pass."""
 
     bits: Bits[fx.Node]
     casts: int
-    """Casts between float types that the graph has now."""
+    """Number of casts between float types in the changed graph."""
     narrow: int
-    """Elements of the float tensors that operators compute in 16 bits; views and casts compute none."""
+    """Number of elements of the float tensors that operators compute in 16 bits; views and casts do not count."""
     elements: int
-    """Elements of all float tensors that operators compute."""
+    """Number of elements of all float tensors that operators compute."""
     operators: dict[str, Counter[str]] = field(default_factory=dict)
-    """Name of an operator -> how many of its calls have 8 and 16 bits, and how many stay wide, by reason."""
+    """Maps an operator's name to the number of its calls in 8 and in 16 bits and, by reason, in 32 bits."""
     eight: int = 0
     """Products in 8 bits."""
 
 
 class Rules(NamedTuple):
-    """How the bits of a graph's operators are chosen."""
+    """The rules by which the numbers of bits of a graph's operators are chosen."""
 
     dtype: torch.dtype = torch.bfloat16
     """The 16-bit type."""
     forward: bool = False
-    """Whether `infer` operators after products are narrowed too."""
+    """Whether `infer` operators that follow products are narrowed too (forward propagation)."""
     wide: Collection[str] = ()
     """Names of operators that stay wide."""
     eight: bool = False
     """Whether large products of narrowed matrices are computed in 8 bits."""
     chosen: Mapping[str, int] = {}
-    """Name of a group -> its bits, by measured errors; other groups have those that the lists and passes give them."""
+    """Maps a group to the number of bits chosen from measured errors; other groups follow the lists and passes."""
 
 
 DEFAULT = Rules()
@@ -55,31 +55,33 @@ DEFAULT = Rules()
 
 
 class OperatorGroup(NamedTuple):
-    """Equal operators of a graph, whose bits can be chosen together."""
+    """Equal operators of a graph, whose number of bits is chosen for all of them together."""
 
     few: int
-    """Bits of the group if it is narrowed: 8 for large products if there are 8-bit products, else 16."""
+    """Number of bits if the group is narrowed: 8 for large products if 8-bit products are allowed, otherwise 16."""
     bits: int
-    """Bits of the group now; 32 if not all of its operators are narrowed."""
+    """Present number of bits of the group; 32 if not all of its operators are narrowed."""
     elements: int
-    """Elements of the float tensors that the group computes."""
+    """Number of elements of the float tensors that the group computes."""
     product: bool
-    """Whether the operators are products, which few bits make faster by themselves."""
+    """Whether the operators are matrix products, which fewer bits speed up directly."""
 
     @property
     def other(self) -> int:
-        """The bits that the group does not have now, to be compared with those that it has."""
+        """The number of bits that the group does not have now, with which a measurement compares."""
         return 2 * self.few if self.bits == self.few else self.few
 
 
 def flow_of(graph: fx.Graph, *, forward: bool = False) -> tuple[Flow[fx.Node], dict[fx.Node, ListName | None]]:
-    """The float tensors of a graph as `narrowed` reads them; picks of an operator's output go with the operator.
+    """Return a graph's float tensors in the form that `narrowed` reads, and the list of each; `getitem` counts as a
+    view.
 
-    What is computed from constants alone, such as the angles of rotary embeddings, is in no list: whatever powers it
-    is made of, its readers may round it.
+    Tensors computed only from constants, such as the angles of rotary embeddings, are in no list: their powers stay
+    wide, but do not keep the operators that read them wide.
 
     Args:
-        forward: for forward propagation, in which squares are `infer`: what adds them up averages errors of rounding.
+        forward: for forward propagation, in which squares are in the list `infer`, because the sum that follows
+            averages their rounding errors.
     """
     nodes, variable = list[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
@@ -109,7 +111,7 @@ class _Decided(NamedTuple):
     bits: Bits[fx.Node]
     lists: Mapping[fx.Node, ListName | None]
     groups: dict[fx.Node, str]
-    """Operators whose bits can be chosen by measured errors -> the name of their group."""
+    """Maps each operator whose bits can be chosen from measured errors to the name of its group."""
     eight: frozenset[fx.Node]
     """Products in 8 bits."""
 
@@ -136,7 +138,7 @@ def _decide(graph: fx.Graph, rules: Rules) -> _Decided:
 
 
 def groups_of(graph: fx.Graph, rules: Rules) -> dict[str, OperatorGroup]:
-    """The groups of operators of a graph whose bits can be chosen by measured errors, as they are now."""
+    """Return the groups of a graph whose bits can be chosen from measured errors, with their present bits."""
     bits, lists, members, eight = _decide(graph, rules)
     groups = dict[str, OperatorGroup]()
     for node, name in members.items():
@@ -150,15 +152,21 @@ def groups_of(graph: fx.Graph, rules: Rules) -> dict[str, OperatorGroup]:
 
 
 def narrow(module: fx.GraphModule, rules: Rules = DEFAULT) -> Narrowing:
-    """Change a graph in place: it computes in few bits what the rules say. Inputs and outputs keep their types.
+    """Change a graph in place, so that it computes in the bits that the rules give. The data types of its inputs and
+    outputs do not change.
 
     Raises:
-        RuntimeError: an operator refuses the types of its inputs.
+        RuntimeError: an operator does not accept the data types of its inputs.
     """
     graph = module.graph
     decided = _decide(graph, rules)
     bits, casts = decided.bits, Casts(graph, rules.dtype)
-    reasons, products = _by_operator(decided), EightBitProducts(casts, _of_gradients(graph))
+    of_gradients = set[fx.Node]()  # the nodes that depend on the gradients of the graph's outputs
+    for node in graph.nodes:
+        first = node.op == "placeholder" and "tangents" in node.name
+        if first or any(source in of_gradients for source in node.all_input_nodes):
+            of_gradients.add(node)
+    reasons, products = _by_operator(decided), EightBitProducts(casts, of_gradients)
     for node in [*graph.nodes]:
         if node.op == "output":
             casts.restore(node)
@@ -173,33 +181,22 @@ def narrow(module: fx.GraphModule, rules: Rules = DEFAULT) -> Narrowing:
     return Narrowing(bits, count_casts(graph), *counts, reasons, len(decided.eight))
 
 
-def _of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on the gradients of the graph's outputs."""
-    later = set[fx.Node]()
-    for node in graph.nodes:
-        first = node.op == "placeholder" and "tangents" in node.name
-        if first or any(source in later for source in node.all_input_nodes):
-            later.add(node)
-    return later
-
-
 def count_casts(graph: fx.Graph) -> int:
-    """Casts between float types, those of the traced program among them."""
+    """Count the casts between float types, including casts in the traced program."""
     copies = {CAST, torch.ops.aten._to_copy.default}
-    return sum(node.target in copies and _changes_floats(node) for node in graph.nodes if node.op == "call_function")
-
-
-def _changes_floats(node: fx.Node) -> bool:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    before, after = dtypes_of(source)[0], dtypes_of(node)[0]
-    return before is not None and after is not None and before.is_floating_point and before != after
+    casts = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in copies:
+            before, after = dtypes_of(node.args[0])[0], dtypes_of(node)[0]
+            casts += before is not None and after is not None and before.is_floating_point and before != after
+    return casts
 
 
 def count_elements(
     graph: fx.Graph, dtype: torch.dtype, among: Callable[[fx.Node], bool] = lambda _: True
 ) -> tuple[int, int]:
-    """Elements of the float tensors that operators compute, those of a type and all; views and casts compute none."""
+    """Return the number of elements of the float tensors that operators compute: those in a data type, and all; views
+    and casts do not count."""
     narrow = total = 0
     for node in filter(among, graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
@@ -213,7 +210,7 @@ def count_elements(
 
 
 def count_bytes(graph: fx.Graph) -> int:
-    """Bytes of the tensors that operators and casts read and write, one operator after the other; views copy none."""
+    """Return the bytes that operators and casts read and write if none of them are fused; views copy nothing."""
     total = 0
     for node in graph.nodes:
         returns = getattr(getattr(node.target, "_schema", None), "returns", ())
@@ -224,11 +221,12 @@ def count_bytes(graph: fx.Graph) -> int:
 
 
 SHOWN = 16
-"""Number of kinds of operators that `describe_bits` shows, beside those that the rules name."""
+"""Number of kinds of operators that `describe_bits` shows, in addition to those that the rules name."""
 
 
 def describe_bits(graph: fx.Graph, rules: Rules = DEFAULT) -> Iterator[str]:
-    """Yield lines that say which operators of a joint graph would have how many bits, and why; the graph stays."""
+    """Yield lines that say which operators of a joint graph would get how many bits, and why; the graph is not
+    changed."""
     decided = _decide(graph, rules)
     reasons = _by_operator(decided)
     floats = sum(name is not None and node.target is not operator.getitem for node, name in decided.lists.items())

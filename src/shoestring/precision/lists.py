@@ -1,6 +1,7 @@
-"""Which operators may compute in 16 bits: the lists of TensorFlow's mixed precision, for torch's ATen operators.
+"""Lists of the operators that may compute in 16 bits: TensorFlow's lists for mixed precision, for torch's ATen
+operators.
 
-Source: the tables of TensorFlow's graph optimizer `auto_mixed_precision`, where the lists have these names too.
+Source: the tables of TensorFlow's graph optimizer `auto_mixed_precision`, whose names the lists keep.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ ListName = Literal["allow", "infer", "deny", "clear"]
 
 
 def _names(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Split a text into words."""
     return frozenset(text.split())
 
 
@@ -25,7 +26,7 @@ ALLOW = _names(
     _scaled_dot_product_fused_attention_overrideable_backward
     """
 )
-"""Products of matrices, which 16-bit units compute faster, with sums in 32 bits."""
+"""Matrix products, which tensor cores compute faster in 16 bits, with sums in 32 bits."""
 
 INFER = _names(
     """
@@ -50,7 +51,7 @@ DENY = _names(
     cdist acos asin cosh sinh tan erfinv _cdist_forward renorm trace
     """
 )
-"""Operators whose results 16 bits would spoil: sums of many numbers, powers, and losses."""
+"""Operators whose results would be too inexact in 16 bits: sums of many numbers, powers, and losses."""
 
 CLEAR = _names(
     """
@@ -62,7 +63,7 @@ CLEAR = _names(
     upsample_nearest2d diagonal movedim
     """
 )
-"""Operators that move or pick numbers, and lose nothing in 16 bits that was not lost before."""
+"""Operators that only move or select numbers, and therefore add no rounding error."""
 
 SUMMING = frozenset(
     {
@@ -71,11 +72,11 @@ SUMMING = frozenset(
         for way in ("", "_backward")
     }
 )
-"""Operators of `INFER` that stay wide without forward propagation: they read the sums of all blocks before them, whose
-rounding costs more than all else does."""
+"""Operators of `INFER` that stay wide without forward propagation: they read the residual stream, the sum of all
+earlier blocks, whose rounding would cost more accuracy than all other rounding."""
 
 PROMOTING = frozenset({"add", "sub", "rsub", "mul", "div", "maximum", "minimum"})
-"""Operators that compute in 32 bits if one of their operands has 32 bits, without a cast of the others."""
+"""Operators that compute in 32 bits if any operand has 32 bits, without casts of the other operands."""
 
 NARROWED_ARGUMENTS = {
     "native_layer_norm": (0,),
@@ -90,13 +91,13 @@ NARROWED_ARGUMENTS = {
     "_scaled_dot_product_efficient_attention_backward": (0, 1, 2, 3, 4, 5),
     "_scaled_dot_product_cudnn_attention_backward": (0, 1, 2, 3, 4, 8),
 }
-"""Operator -> places of the arguments that are narrowed, where not all are. Weights and statistics of norms, and the
-sums of exponentials that attention keeps, have 32 bits."""
+"""Maps an operator to the indices of the arguments that are narrowed, if not all are. Weights and statistics of norms,
+and the sums of exponentials that attention saves, stay in 32 bits."""
 
 
 LISTS: dict[ListName, frozenset[str]] = {"allow": ALLOW, "infer": INFER, "deny": DENY, "clear": CLEAR}
 
 
 def list_of(operator: str) -> ListName | None:
-    """The list that an operator of ATen is in, by its name without namespace and overload; None if it is in none."""
+    """Return the list of an ATen operator, given its name without namespace and overload; None if it is in no list."""
     return next((name for name, operators in LISTS.items() if operator in operators), None)

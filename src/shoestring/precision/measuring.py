@@ -1,9 +1,9 @@
-"""Measures the errors of gradients while training, and changes by them which operators compute in fewer bits.
+"""Measures errors of gradients during training, and adjusts which operators compute in fewer bits.
 
-A measured step computes its last micro-batch again, with the weights that it was computed with: in 32 bits, in the
-bits of now, and with other bits in one group of operators, a different group in each measured step. When all groups
-have been measured, `choose` decides from the errors and bytes. The sums over ranks are equal on all of them, and so is
-the decision. Operators run one by one here, so that a group is measured without compiling anything for it.
+In a measured step, the last micro-batch is computed again with the same weights: in 32 bits, in the present bits, and
+with the bits of one group of operators changed; each measured step changes another group. Once all groups have been
+measured, `choose` decides from their errors and bytes. Ranks add up what they measured, so all of them make the same
+decision. These passes run operator by operator, so that nothing has to be compiled for a group.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LEAST = 1e-3
-"""Least part of a step's elements that a group must compute to be measured."""
+"""Minimum fraction of a step's elements that a group must compute to be measured."""
 
 
 @dataclass
 class ErrorRecord:
-    """What has been measured and decided; a checkpoint holds it."""
+    """The measurements and decisions that checkpoints store."""
 
     chosen: dict[str, int] = field(default_factory=dict)
-    """Name of a group -> bits."""
+    """Maps a group to its number of bits."""
     effects: dict[str, tuple[float, float, bool]] = field(default_factory=dict)
-    """Name of a group that has been measured since the last decision -> its `Effect`."""
+    """Maps each group measured since the last decision to the fields of its `Effect`."""
     errors: list[float] = field(default_factory=list)
-    """Squared errors of the bits of now, since the last decision."""
+    """Squared errors of gradients in the present bits, measured since the last decision."""
     bounds: list[float] = field(default_factory=list)
-    """The squared bounds on them."""
+    """Squared upper bound of each entry of `errors`."""
     changes: int = 0
-    """Changes of the list so far."""
+    """Number of decisions so far that changed the bits of a group."""
 
 
 class ErrorMeasurements:
-    """The measurements of a job; see the module."""
+    """Measures the errors of a job's gradients; see the module's docstring."""
 
     def __init__(self, attachments: Attachments, settings: Graph, graphs: NarrowedGraphs) -> None:
         self.attachments, self.settings, self.graphs = attachments, settings, graphs
         self.record = ErrorRecord()
         self.forward = attachments.forward
         self.batch: Batch = None  # the newest micro-batch, if the step is measured
-        self.rules: Rules | None = None  # the rules to compute by now; None for 32 bits
+        self.rules: Rules | None = None  # rules of the pass that is being computed; None for 32 bits
         self.joints: list[fx.GraphModule] = []
-        self._ran = dict[int, fx.GraphModule]()  # those that the step has run
+        self._ran = dict[int, fx.GraphModule]()  # index in `joints` -> graphs that the measured step ran
         self._narrowed: list[tuple[Rules, dict[int, fx.GraphModule]]] = []
         self._call: Callable[..., Any] | None = None
         self._under_autocast = self._warned = False
@@ -79,14 +79,14 @@ class ErrorMeasurements:
         attachments.keep(self.settings.name, self, merged=True)
 
     def remember(self, model: nn.Module, batch: Batch) -> Output:
-        """Run the job's forward pass, and hold the micro-batch if the step is measured."""
+        """Run the job's forward pass, and store the micro-batch if the step is measured."""
         if self.due and model.training and torch.is_grad_enabled():
             self.batch = batch
         return self.forward(model, batch)
 
     @property
     def due(self) -> bool:
-        """Whether the step that runs is measured; none is once the list has changed as often as it may."""
+        """Whether the current step is measured; no step is, once the bits have changed `changes` times."""
         return self.record.changes < self.settings.changes and not (
             self.attachments.progress.step % self.settings.measure
         )
@@ -105,7 +105,19 @@ class ErrorMeasurements:
         finally:
             self.batch = None
         if measured is not None:
-            self._take_in(measured)
+            record, groups = self.record, measured["groups"]
+            name, (error, other, *autocast) = measured["group"], measured["errors"]
+            group: OperatorGroup = groups[name]
+            # Effects are those of fewer bits, even if the group is narrow now.
+            sign = 1 if group.other == group.few else -1
+            record.effects[name] = (sign * (other - error), sign * measured["spared"], group.product)
+            record.errors.append(error)
+            record.bounds.append(self.settings.error**2 * (autocast[0] if autocast else 1.0))
+            self.attachments.numbers["gradient_error"] = math.sqrt(error)
+            trace.facts["gradient_error"] = math.sqrt(error)
+            trace.facts["gradient_error_bound"] = math.sqrt(record.bounds[-1])
+            if groups.keys() <= record.effects.keys():  # all groups have been measured
+                self._decide(groups)
         seconds = time.perf_counter() - began
         trace.aside += seconds
         trace.facts["measuring_seconds"] = trace.facts.get("measuring_seconds", 0.0) + seconds
@@ -119,11 +131,12 @@ class ErrorMeasurements:
     # -- one measurement ---------------------------------------------------------------------------------------------
 
     def _measure(self) -> dict[str, Any] | None:
-        """The error of the bits of now and with another group narrowed or widened; None if there is no such group."""
+        """Measure the error in the present bits, and with one more group narrowed or widened; None if no group is left,
+        or the measurement is unusable."""
         self._ran = {}
         exact = self.gradients(None)
         groups, now = self._groups(), self.graphs.rules
-        if not self._ran:  # as where torch has compiled a module's code too often
+        if not self._ran:  # for example if torch has compiled the module's code too often
             self._warn("torch does not compile the model")
         name = next((name for name in groups if name not in self.record.effects), "")
         own: dict[str, Any] = {"group": name, "spared": 0.0, "squares": [_squares(exact)]}
@@ -134,7 +147,7 @@ class ErrorMeasurements:
             if self.settings.error_relative_to == "autocast":
                 own["squares"].append(_squares(self.gradients(None, autocast=True), exact))
         gathered = self.attachments.world.gather(json.dumps(own).encode())
-        ranks = [json.loads(data) for data in gathered]  # own file: of the ranks of this job
+        ranks = [json.loads(data) for data in gathered]  # own file: sent by ranks of this job
         squares = [sum(parts) for parts in zip(*(rank["squares"] for rank in ranks), strict=False)]
         alike = {rank["group"] for rank in ranks} == {name}
         if not name or not alike or not all(map(math.isfinite, squares)) or not squares[0]:
@@ -143,7 +156,7 @@ class ErrorMeasurements:
         return {"group": name, "errors": errors, "spared": ranks[0]["spared"], "groups": groups}
 
     def gradients(self, rules: Rules | None, *, autocast: bool = False) -> list[Tensor | None]:
-        """The gradients of the held micro-batch, computed by some rules; by none, in 32 bits."""
+        """Compute the gradients of the stored micro-batch by the given rules; by None, in 32 bits."""
         attachments, batch = self.attachments, self.batch
         self.rules, self._under_autocast = rules, autocast
         inside: AbstractContextManager[Any] = nullcontext()
@@ -160,7 +173,7 @@ class ErrorMeasurements:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Context in which the model is computed by `self.rules`, and after which nothing of the job has changed."""
+        """Context in which the model is computed by `self.rules`; afterwards, the state of the job is as before."""
         attachments, module = self.attachments, self.attachments.module
         if self._call is None:
             self._call = compile_call(module, self._compile)
@@ -180,7 +193,8 @@ class ErrorMeasurements:
     # -- graphs ------------------------------------------------------------------------------------------------------
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Backend of torch.compile whose functions compute a graph by `self.rules`, which may differ at each call."""
+        """A torch.compile backend whose functions compute a graph by `self.rules`, which may differ from call to
+        call."""
         return run_joint(run_passes(self.attachments.graph.forward, graph), inputs, self._prepare)
 
     def _prepare(self, joint: fx.GraphModule) -> Callable[[slice, dict[str, Any]], list[Any]]:
@@ -191,7 +205,7 @@ class ErrorMeasurements:
         return partial(_compute, partial(self._variant, len(self.joints) - 1))
 
     def _variant(self, place: int) -> fx.GraphModule:
-        """A joint graph as the rules of now change it."""
+        """Return a joint graph as changed by the present rules."""
         self._ran[place] = self.joints[place]
         return self.joints[place] if self.rules is None else self._narrowed_by(self.rules, place)
 
@@ -199,7 +213,8 @@ class ErrorMeasurements:
         graphs = next((graphs for own, graphs in self._narrowed if own == rules), None)
         if graphs is None:
             graphs = dict[int, fx.GraphModule]()
-            self._narrowed = [held for held in self._narrowed if held[0] == self.graphs.rules]  # of what is read again
+            # Keep only the graphs that are used again.
+            self._narrowed = [held for held in self._narrowed if held[0] == self.graphs.rules]
             self._narrowed.append((rules, graphs))
         if place not in graphs:
             graphs[place] = copy.deepcopy(self.joints[place])
@@ -210,7 +225,7 @@ class ErrorMeasurements:
         return sum(count_bytes(self._narrowed_by(rules, place).graph) for place in self._ran)
 
     def _groups(self) -> dict[str, OperatorGroup]:
-        """The groups of the step's graphs that compute enough to be measured, by name."""
+        """Return, by name, the groups of the step's graphs that compute enough elements to be measured."""
         groups = dict[str, OperatorGroup]()
         for joint in self._ran.values():
             for name, group in groups_of(joint.graph, self.graphs.rules).items():
@@ -222,21 +237,6 @@ class ErrorMeasurements:
         return {name: groups[name] for name in sorted(groups) if groups[name].elements >= LEAST * total}
 
     # -- the decision ------------------------------------------------------------------------------------------------
-
-    def _take_in(self, measured: dict[str, Any]) -> None:
-        """Add a measurement to the record, and decide once all groups have been measured."""
-        record, groups = self.record, measured["groups"]
-        name, (error, other, *autocast) = measured["group"], measured["errors"]
-        group: OperatorGroup = groups[name]
-        sign = 1 if group.other == group.few else -1  # of what fewer bits change, seen from the bits of now
-        record.effects[name] = (sign * (other - error), sign * measured["spared"], group.product)
-        record.errors.append(error)
-        record.bounds.append(self.settings.error**2 * (autocast[0] if autocast else 1.0))
-        self.attachments.numbers["gradient_error"] = math.sqrt(error)
-        facts = self.attachments.trace.facts
-        facts["gradient_error"], facts["gradient_error_bound"] = math.sqrt(error), math.sqrt(record.bounds[-1])
-        if groups.keys() <= record.effects.keys():
-            self._decide(groups)
 
     def _decide(self, groups: dict[str, OperatorGroup]) -> None:
         record = self.record
@@ -262,7 +262,7 @@ class ErrorMeasurements:
         self._adopt()
 
     def _adopt(self) -> None:
-        """Compute with the bits of the record from now on."""
+        """Apply the recorded bits from now on."""
         self.joints, self._narrowed, self._call = [], [], None
         self.graphs.choose(self.record.chosen)
         self.attachments.trace.facts["list_changes"] = self.record.changes
@@ -273,7 +273,7 @@ class ErrorMeasurements:
         return {"record": json.dumps(asdict(self.record), sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.record = ErrorRecord(**json.loads(state_dict["record"]))  # own file: of a checkpoint
+        self.record = ErrorRecord(**json.loads(state_dict["record"]))  # own file: from a checkpoint
         self._adopt()
 
 
@@ -283,7 +283,7 @@ def _compute(variant: Callable[[], fx.GraphModule], part: slice, values: dict[st
 
 
 def _squares(gradients: Sequence[Tensor | None], exact: Sequence[Tensor | None] | None = None) -> float:
-    """The squared norm of gradients, or of their differences from others."""
+    """Squared norm of gradients, or of their differences from `exact`."""
     pairs = [(one, None if exact is None else exact[place]) for place, one in enumerate(gradients) if one is not None]
     norms = [(one.float() if other is None else one.float() - other.float()).norm() for one, other in pairs]
     return float(torch.stack(norms).double().square().sum()) if norms else 0.0

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class NarrowedGraphs:
-    """The pass over the graphs that torch.compile traces; what it did is added up in the facts of the trace."""
+    """Applies the pass to the graphs that torch.compile traces, and adds up its statistics in the trace's facts."""
 
     def __init__(self, attachments: Attachments, settings: Graph) -> None:
         self.facts, self.elements = attachments.trace.facts, list[tuple[int, int]]()
         self.rules = Rules(TYPES[settings.dtype], settings.forward_propagation, settings.wide, settings.fp8)
 
     def work(self, graph: fx.GraphModule) -> None:
-        """Narrow a graph in place, by the rules of now."""
+        """Narrow a graph in place by the present rules."""
         narrowing = narrow(graph, self.rules)
         self.elements.append((narrowing.narrow, narrowing.elements))
         every = sum(count for _, count in self.elements)
@@ -38,14 +38,14 @@ class NarrowedGraphs:
             self.facts[name] = self.facts.get(name, 0) + count
 
     def choose(self, chosen: Mapping[str, int]) -> None:
-        """Compute with other bits of some groups; all graphs of the program are compiled anew when they run next."""
+        """Change the bits of some groups; all graphs of the program are then recompiled when they run next."""
         if chosen == self.rules.chosen:
             return
         self.rules = self.rules._replace(chosen=dict(chosen))
         self.facts |= {f"{CHOSEN}{name}": bits for name, bits in chosen.items()}
         if self.elements:
-            # A model compiled for another list would count towards torch's limit of compilations, after which torch
-            # runs it in 32 bits without a word.
+            # Recompilations count towards torch's limit for a function. Beyond the limit, torch would silently run the
+            # function uncompiled, in 32 bits.
             torch.compiler.reset()
             self.elements.clear()
             self.facts |= dict.fromkeys(("narrowed_casts", "narrowed_operators", "narrowed_products"), 0)

@@ -1,17 +1,16 @@
-"""Decides which operators of a graph compute in 16 bits: TensorFlow's passes, on any graph whose nodes are in lists.
+"""Decides which operators of a graph compute in 16 bits: TensorFlow's passes, for any graph whose nodes are in lists.
 
 The passes, in this order:
-
 1. `allow` nodes are narrowed.
-2. `deny` nodes stay wide, and so do the `infer` nodes that read them, also through other `infer` and `clear` nodes.
+2. `deny` nodes stay wide. So do `infer` nodes that read them, directly or through other `infer` and `clear` nodes.
 3. `infer` and `clear` nodes on a path between two narrowed nodes are narrowed.
-4. `clear` nodes beside narrowed nodes are narrowed, as far as they reach.
-5. Forward propagation, if it is asked for: `infer` and `clear` nodes that read narrowed nodes are narrowed. Pass 2 then
-   leaves out operands that are repeated along a dimension, such as the statistics that a norm divides by: rounding one
-   of them moves all numbers of a row alike.
-6. What measured errors have decided (choosing.py) overrules passes 1 to 5, and `clear` nodes follow their neighbours.
+4. `clear` nodes connected to narrowed nodes, directly or through other `clear` nodes, are narrowed.
+5. With forward propagation, `infer` and `clear` nodes that read narrowed nodes are narrowed. Pass 2 then ignores
+   operands that are broadcast along a dimension, such as the statistics that a norm divides by, because rounding such
+   an operand changes all numbers of a row by the same factor.
+6. Decisions from measured errors (choosing.py) override passes 1 to 5; `clear` nodes follow their neighbours.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Flow(NamedTuple, Generic[N]):
-    """A graph of tensors: the nodes in order, with the nodes that they read and those that read them.
+    """A graph of tensors: the nodes in order, the nodes that each node reads, and the nodes that read it.
 
-    `repeated` has the edges (source, user) along which the source is repeated, because the user's result is larger.
+    `repeated` holds the edges (source, user) along which the source is broadcast, because the user's result is larger.
     """
 
     nodes: Sequence[N]
@@ -37,7 +36,7 @@ class Flow(NamedTuple, Generic[N]):
 
 
 class Bits(NamedTuple, Generic[N]):
-    """The decision: for each narrowed node, and for each node that stays wide, the reason in a few words."""
+    """The decision, with the reason in a few words for each narrowed node and for each node that stays wide."""
 
     narrow: dict[N, str]
     wide: dict[N, str]
@@ -50,18 +49,20 @@ def narrowed(
     forward: bool = False,
     measured: Mapping[N, bool] | None = None,
 ) -> Bits[N]:
-    """Decide which nodes compute in 16 bits. A node that is in no list stays wide, and no pass goes through it.
+    """Decide which nodes compute in 16 bits. A node in no list stays wide, and no pass goes through it.
 
     Args:
-        lists: node -> the list that its operator is in. forward: whether to do pass 5.
-        measured: node -> whether it is narrowed, for pass 6; nodes that are missing stay as the passes decide.
+        lists: maps each node to the list of its operator.
+        forward: whether to run pass 5.
+        measured: for pass 6, maps a node to whether it is narrowed; for missing nodes the passes decide.
     """
 
     def of(*names: ListName | None) -> set[N]:
         return {node for node in flow.nodes if lists.get(node) in names}
 
     deny, infer, clear = of("deny"), of("infer"), of("clear")
-    # Clear nodes that no deny or infer node reads carry a denied number nowhere, so they need not stay wide.
+    # Clear nodes from which no deny or infer node is reached pass denied numbers to no operator that computes with
+    # them, so they need not stay wide.
     before_numbers = _reached(deny | infer, flow.sources, clear)
     carried = flow.users
     if forward:
@@ -74,7 +75,7 @@ def narrowed(
     after = _reached(narrow, flow.users, (infer | clear) - denied)
     between = _reached(narrow, flow.sources, after - narrow.keys())
     narrow |= {node: "between products" for node in between if node not in narrow}
-    computed = {*narrow}  # whose numbers come from products, and not only go into them
+    computed = {*narrow}  # nodes whose values are computed from products, unlike those that only lead to products
     beside = _reached(narrow, flow.sources, clear - denied) | _reached(narrow, flow.users, clear - denied)
     narrow |= {node: "moves narrowed numbers" for node in beside if node not in narrow}
     if forward:
@@ -85,9 +86,10 @@ def narrowed(
         wide |= {node: "its measured error is too large" for node, few in measured.items() if not few}
         narrow = {node: why for node, why in narrow.items() if node not in clear and measured.get(node, True)}
         narrow = {**chosen, **narrow}
-        # A node that reads one tensor only moves its numbers, whatever that tensor was computed from.
+        # A clear node with a single source only moves that tensor's numbers, so it can follow its neighbours even if
+        # pass 2 keeps it wide.
         moving = {node for node in clear if node not in denied or len(flow.sources[node]) == 1}
-        # What is widened must not read rounded numbers, whoever else reads the same view.
+        # Widened nodes must not read rounded numbers, even if other nodes read the same view.
         unrounded = _reached({node for node, few in measured.items() if not few}, flow.sources, clear)
         before = _reached(narrow, flow.sources, clear - denied - unrounded)
         beside = _reached(narrow, flow.users, moving) | before
@@ -98,7 +100,7 @@ def narrowed(
 
 
 def _reached(roots: Collection[N], neighbours: Mapping[N, Sequence[N]], through: Container[N]) -> set[N]:
-    """The roots, and the nodes of `through` that are reached from them along edges within `through`."""
+    """Return the roots, and the nodes of `through` that can be reached from them along edges within `through`."""
     reached, waiting = set(roots), list(roots)
     while waiting:
         for node in neighbours[waiting.pop()]:

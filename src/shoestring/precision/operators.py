@@ -13,21 +13,22 @@ from shoestring.precision.lists import list_of
 
 
 def operator_name(node: fx.Node) -> str:
-    """The name of a node's ATen operator without namespace and overload, such as `mm`; empty if it calls none."""
+    """Return the name of a node's ATen operator without namespace and overload, such as `mm`; empty if it calls
+    none."""
     schema = getattr(node.target, "_schema", None)
     namespace, _, name = (schema.name if schema is not None else "").partition("::")
     return name if namespace == "aten" else ""
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The tensors that a node returns, without data."""
+    """Return the tensors that a node returns, as fake tensors."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else (value,)
     return [one for one in values if isinstance(one, Tensor)]
 
 
 def dtypes_of(node: fx.Node) -> tuple[torch.dtype | None, ...]:
-    """The types of a node's outputs; None for an output that is no tensor."""
+    """Return the data types of a node's outputs; None for an output that is not a tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else (value,)
     return tuple(one.dtype if isinstance(one, Tensor) else None for one in values)
@@ -39,25 +40,26 @@ def computes_floats(node: fx.Node) -> bool:
 
 
 def elements_of(tensor: Tensor) -> int:
-    """Number of elements of a tensor without data; where a size may vary, as in the example it was traced with."""
+    """Number of elements of a fake tensor; a symbolic size counts as in the example with which it was traced."""
     return hint_of(tensor.numel())
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether torch has traced a node in the backward pass."""
+    """Whether a node belongs to the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def moves_one(node: fx.Node) -> bool:
-    """Whether a node only moves the numbers of one tensor, as views and picks of an output do."""
+    """Whether a node only moves the numbers of one tensor, as views and `getitem` do."""
     one = len(node.all_input_nodes) == 1 and node.op == "call_function"
     return one and (node.target is operator.getitem or list_of(operator_name(node)) == "clear")
 
 
 def group_of(node: fx.Node) -> str:
-    """Name the group of equal operators that a node belongs to: its operator, and what it reads and is read by.
+    """Name the group of a node: its operator, and the operators that it reads from and is read by, looking through
+    views.
 
-    Views are looked through. Equal layers have equal names, so each group has operators of all of them.
+    Equal layers give equal names, so a group contains the operators of all of them.
     """
     sources = ", ".join(_label(_moved(source)) for source in node.all_input_nodes)
     users = ", ".join(sorted({_label(user) for user in _readers(node)}))
@@ -72,7 +74,7 @@ def _label(node: fx.Node) -> str:
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """The node whose numbers a node moves, through any number of views."""
+    """Return the node whose numbers a node moves, through any number of views."""
     while moves_one(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""Computes a joint graph operator by operator, with equal random numbers in each variant of it."""
+"""Computes a joint graph operator by operator, with the same random numbers in every variant of the graph."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from shoestring._torch import tree_map_only
 
 
 def outputs_of(module: fx.GraphModule) -> Sequence[Any]:
-    """What a graph returns: nodes, or constants."""
+    """Return the outputs of a graph: nodes, or constants."""
     returned: Any = next(node for node in module.graph.nodes if node.op == "output").args[0]
     return returned
 
 
 def compute(module: fx.GraphModule, outputs: Sequence[Any], values: Mapping[str, Any]) -> list[Any]:
-    """Compute some nodes of a graph, and of the others what these need.
+    """Compute some nodes of a graph, and the nodes that they depend on.
 
-    The n-th operator that draws random numbers draws the same ones in all variants of a graph, and in its forward and
-    backward pass. This sets the seed of torch's generators.
+    The n-th operator that draws random numbers draws the same numbers in all variants of a graph, and in its forward
+    and backward pass. This function sets the seed of torch's generators.
 
     Args:
-        outputs: the nodes, or constants. values: name of a placeholder -> its value.
+        outputs: nodes, or constants.
+        values: maps the name of each placeholder to its value.
     """
     waiting = [node for node in outputs if isinstance(node, fx.Node)]
     needed, readers = set[fx.Node](), Counter(waiting)
@@ -63,7 +64,8 @@ def draws_numbers(node: fx.Node) -> bool:
 
 
 def _drawn(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator that draws random numbers, which depend on the type of its input: drawn in 32 bits."""
+    """Run an operator that draws random numbers, in 32 bits, because the numbers drawn depend on the data type of its
+    input."""
     narrow = [one.dtype for one in args if isinstance(one, Tensor) and one.dtype in (torch.bfloat16, torch.float16)]
     if not narrow or "attention" in str(operation):
         return operation(*args, **kwargs)

@@ -31,7 +31,12 @@ def add(folder: Path, event: str, *, rank: int, step: int, **more: Any) -> None:
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # does not block on a pipe or follow a link
     descriptor = os.open(Path(folder) / FILE, flags, 0o644)  # own file: it is written here
     try:
-        os.write(descriptor, b"\n" * _cut_short(Path(folder) / FILE) + json.dumps(row).encode() + b"\n")
+        cut_short = False  # whether the machine crashed while the last line was written
+        with foreign.open_file(Path(folder) / FILE) as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                cut_short = file.read(1) != b"\n"
+        os.write(descriptor, b"\n" * cut_short + json.dumps(row).encode() + b"\n")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -90,12 +95,3 @@ def cause(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The event that best explains why the newest start failed; a rank's own error is preferred to a peer's loss."""
     ends = [event for event in newest(events) if event["event"] in ("failed", "lost")]
     return min(ends, key=lambda event: event.get("error") == "PeerError", default=None)
-
-
-def _cut_short(path: Path) -> bool:
-    """Whether the last line lacks its line break, because the machine crashed while the line was written."""
-    with foreign.open_file(path) as file:
-        if not file.seek(0, os.SEEK_END):
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

@@ -108,12 +108,17 @@ def read(folder: Path) -> RunFolder:
     Raises:
         ConfigError: `folder` is not a folder, or contains neither run.toml nor metrics.jsonl.
     """
+
+    def rank_of(path: Path) -> tuple[int, str]:
+        digits = re.search(r"\d+", path.name)
+        return (int(digits[0]) if digits else 0, path.name)
+
     folder = Path(folder)
     check_run_folder(folder)
     problems: list[str] = []
     events = history_file.read(folder)
     summary = standing(_document(folder / "summary.json", problems), events)
-    traces = [_document(path, problems) for path in sorted(folder.glob("trace-*.jsonl"), key=_rank_of)]
+    traces = [_document(path, problems) for path in sorted(folder.glob("trace-*.jsonl"), key=rank_of)]
     return RunFolder(
         path=folder,
         settings=_document(folder / "run.toml", problems),
@@ -165,11 +170,6 @@ def flat(document: dict[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             result[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
     return result
-
-
-def _rank_of(path: Path) -> tuple[int, str]:
-    digits = re.search(r"\d+", path.name)
-    return (int(digits[0]) if digits else 0, path.name)
 
 
 def _document(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -60,25 +60,18 @@ class Recorder:
         folder = self._folder
         if error is None or folder is None or not (folder / "run.toml").is_file():  # the run had not begun
             return
+        name, message, hint, calls = type(error).__name__, f"{type(error).__name__}: {error}", "", ""
+        if isinstance(error, ShoestringError):
+            name, message, hint = error.parts()
+        elif isinstance(error, KeyboardInterrupt):
+            name, message = "KeyboardInterrupt", "interrupted from the keyboard"
+        else:
+            calls = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES))
+        described = {"error": name, "message": message, "hint": hint, "traceback": calls}
         with suppress(OSError):  # a full disk may have caused the failure
-            history_file.add(folder, "failed", rank=self._rank, step=self._step(), **_describe(error))
+            history_file.add(folder, "failed", rank=self._rank, step=self._step(), **described)
         if self._rank == 0 or not isinstance(error, NonFiniteError):  # all ranks raise a NonFiniteError
             _report(folder)
-
-
-def _describe(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, ShoestringError):
-        name, message, hint = error.parts()
-        return {"error": name, "message": message, "hint": hint, "traceback": ""}
-    if isinstance(error, KeyboardInterrupt):
-        return {"error": "KeyboardInterrupt", "message": "interrupted from the keyboard", "hint": "", "traceback": ""}
-    calls = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES))
-    return {
-        "error": type(error).__name__,
-        "message": f"{type(error).__name__}: {error}",
-        "hint": "",
-        "traceback": calls,
-    }
 
 
 def _report(folder: Path) -> None:

@@ -11,6 +11,7 @@ is left unchanged.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -131,38 +132,25 @@ def _kind(
     values: dict[fx.Node, Any] = {node: x.clone() for node, x in zip(first, inputs, strict=True)}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for node in between:
-            values[node] = _computed(node, values, inner)
+            args: Any = fx.map_arg(node.args, values.__getitem__)
+            kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                function: Any = inner[node] if node.op == "call_module" else node.target
+                values[node] = function(*args, **kwargs)
         output = values[last.all_input_nodes[0]]
         if not isinstance(output, Tensor):
             return None
-        for candidate in _candidates(inputs):
-            expected = _expected(inputs, *candidate)
+        forms: list[tuple[Form, bool]] = [("alone", False), ("gate_first", False), ("gate_last", False)]
+        if len(inputs) == 2:
+            forms = [("apart", False), ("apart", True)]
+        for activation, (form, swapped) in itertools.product(ACTIVATIONS, forms):
+            expected = _expected(inputs, activation, form, swapped)
             alike = output.shape == expected.shape and output.dtype == expected.dtype
             if alike and torch.allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE):
-                return candidate
+                return activation, form, swapped
     return None
-
-
-def _computed(node: fx.Node, values: Mapping[fx.Node, Any], inner: Mapping[fx.Node, nn.Module]) -> Any:
-    """Run one node of the graph on the values of earlier nodes."""
-    args: Any = fx.map_arg(node.args, lambda argument: values[argument])
-    kwargs: Any = fx.map_arg(node.kwargs, lambda argument: values[argument])
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = inner[node] if node.op == "call_module" else node.target
-    return function(*args, **kwargs)
-
-
-def _candidates(inputs: list[Tensor]) -> Iterator[tuple[Activation, Form, bool]]:
-    """All (activation, form, whether the gate is the second layer) for this number of first layers."""
-    for activation in ACTIVATIONS:
-        if len(inputs) == 2:
-            yield activation, "apart", False
-            yield activation, "apart", True
-            continue
-        yield activation, "alone", False
-        yield activation, "gate_first", False
-        yield activation, "gate_last", False
 
 
 def _expected(inputs: list[Tensor], activation: Activation, form: Form, swapped: bool) -> Tensor:

@@ -87,19 +87,12 @@ class HeldMoments(Masks):
     def before_update(self) -> None:
         if not self.adam:
             return
-        if self.dense:
-            self._watch()
-        else:
+        if not self.dense:
             names = self._names()
             for group in self.attachments.optimizer.param_groups:
                 self._update(group, names)
-
-    def _names(self) -> dict[int, str]:
-        """Maps the `id` of each trained tensor to its name."""
-        return {id(tensor): name for name, tensor in self.attachments.trained.items()}
-
-    def _watch(self) -> None:
-        """Record the mean change of second moments in this step: (1 - β₂)·|g² - v|."""
+            return
+        # Record the mean change of second moments in this step: (1 - β₂)·|g² - v|.
         changes, first = self.changes, next(iter(self.attachments.trained.values()))
         assert changes is not None
         sums = torch.zeros(2, device=changes.device)
@@ -114,6 +107,10 @@ class HeldMoments(Masks):
         total, count = summed(sums, first)
         changes[self.seen % len(changes)] = total / count.clamp_min(1)
         self.seen += 1
+
+    def _names(self) -> dict[int, str]:
+        """Maps the `id` of each trained tensor to its name."""
+        return {id(tensor): name for name, tensor in self.attachments.trained.items()}
 
     def _update(self, group: dict[str, Any], names: Mapping[int, str]) -> None:
         """Apply Adam's update with frozen second moments, and remove the gradients, so that the optimizer updates

@@ -5,7 +5,6 @@ Callers check `usable` first; if it is False, they use torch's operations.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,23 +18,19 @@ ROW_GROUPS = 1024  # row masks: groups of four entries
 TILES = 64  # transposable masks: 4×4 tiles
 GROUPS, COLUMNS = 16, 64  # draws: groups of four rows times columns
 SQUARE, WARPS = 64, 8  # activations and pruning: side of a square tile, and warps per program
+_TRITON = find_spec("triton") is not None
 
 
 def usable(tensor: Tensor) -> bool:
     """Whether the kernels can process this tensor; False inside torch.compile, which fuses torch's operations
     itself."""
-    here = tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _has_triton()
+    here = tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _TRITON
     return here and not is_fake(tensor)
 
 
 def usable_in_single(tensor: Tensor) -> bool:
     """Whether kernels that compute in fp32 can process this tensor; False for fp64."""
     return usable(tensor) and tensor.dtype != torch.float64
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def row_mask(scores: Tensor) -> Tensor:

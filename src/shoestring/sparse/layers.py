@@ -81,34 +81,24 @@ def choose(
             continue
         else:
             continue
+        rows, columns = layer.weight.shape
         if not selected:
             choice.rest[name] = layer
-        elif why := _why_dense(layer, uses[id(layer.weight)], readers.get(layer, ""), rows_too):
+        elif columns % 4 or (rows_too and rows % 4):
+            choice.dense[name] = f"{rows} x {columns} does not divide into groups of four"
+        elif not layer.weight.requires_grad:
+            choice.dense[name] = "it is not trained"
+        elif uses[id(layer.weight)] > 1:
+            choice.dense[name] = "another layer has the same weight"
+        elif "forward" in vars(layer):
+            choice.dense[name] = "another feature replaces its forward pass"
+        elif not is_product(layer):
+            choice.dense[name] = f"{type(layer).__name__} has a forward pass of its own"
+        elif why := readers.get(layer, ""):
             choice.dense[name] = why
         else:
             choice.sparse[name] = layer
     return choice
-
-
-def _why_dense(layer: nn.Linear, uses: int, reader: str, rows_too: bool) -> str:
-    """Why a selected layer cannot be sparse; empty if it can.
-
-    Args:
-        uses: number of parameter names that refer to this weight.
-        reader: why another module prevents sparsity (see `read_by_others`); empty if none does.
-    """
-    rows, columns = layer.weight.shape
-    if columns % 4 or (rows_too and rows % 4):
-        return f"{rows} x {columns} does not divide into groups of four"
-    if not layer.weight.requires_grad:
-        return "it is not trained"
-    if uses > 1:
-        return "another layer has the same weight"
-    if "forward" in vars(layer):
-        return "another feature replaces its forward pass"
-    if not is_product(layer):
-        return f"{type(layer).__name__} has a forward pass of its own"
-    return reader
 
 
 def leave_frozen(choice: LinearLayers) -> LinearLayers:

@@ -7,7 +7,7 @@ Blocks are pruned in order, so that the inputs of a block are measured with all 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -97,39 +97,28 @@ def input_norms(
     Args:
         until: the module that contains the layers; forward passes stop after it.
     """
+
+    def add_squares(total: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        total.add_(args[0].to(total).square().flatten(0, -2).sum(0))
+
+    def stop(*_: object) -> None:
+        raise _DoneError
+
     squares = {}
     with ExitStack() as stack:
         for name, layer in layers.items():
             wide = torch.promote_types(layer.weight.dtype, torch.float32)
             squares[name] = torch.zeros(layer.in_features, dtype=wide, device=layer.weight.device)
-            stack.callback(layer.register_forward_pre_hook(partial(_add_squares, squares[name])).remove)
-        stack.callback(until.register_forward_hook(_stop).remove)
-        stack.enter_context(_evaluating(model))
+            stack.callback(layer.register_forward_pre_hook(partial(add_squares, squares[name])).remove)
+        stack.callback(until.register_forward_hook(stop).remove)
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         for batch in batches:
             with suppress(_DoneError):
                 forward(model, batch)
     return {name: total.sqrt() for name, total in squares.items()}
 
 
-def _add_squares(total: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> None:
-    total.add_(args[0].to(total).square().flatten(0, -2).sum(0))
-
-
 class _DoneError(Exception):
     """Raised to end a forward pass once all layers have been measured."""
-
-
-def _stop(*_: object) -> None:
-    raise _DoneError
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in evaluation mode; each module's previous mode is restored afterwards."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode

@@ -59,7 +59,14 @@ def connect(url: str) -> Engine:
         message = f"`tune.store`: cannot use `{masked(url)}`: {reason}"
     else:
         if engine.dialect.name == "sqlite":
-            listen(engine, "connect", _prepare_sqlite)
+
+            def prepare(connection: Any, _: object) -> None:
+                # keep the driver from beginning transactions: ours take the write lock at once, so that no transaction
+                # fails at its first write
+                connection.isolation_level = None
+                connection.execute("PRAGMA synchronous=FULL")
+
+            listen(engine, "connect", prepare)
             listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         return engine
     raise ConfigError(
@@ -72,13 +79,6 @@ def engine_options(url: str) -> dict[str, Any]:
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": BUSY}}
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 5}}
-
-
-def _prepare_sqlite(connection: Any, _: object) -> None:
-    # keep the driver from beginning transactions: ours take the write lock at once, so that no transaction fails at its
-    # first write
-    connection.isolation_level = None
-    connection.execute("PRAGMA synchronous=FULL")
 
 
 def write_ahead(engine: Engine) -> None:

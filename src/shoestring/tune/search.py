@@ -79,7 +79,16 @@ class TrialSearch:
                 return lease
         if not self._room(trials):
             return None
-        self._abandon_orphans(seconds)
+        # Give up trials that have been only in Optuna's tables for longer than a lease: their proposers died.
+        running = self.storage.get_all_trials(self.study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
+        known, now = self.store.known(), self.clock()
+        orphans = {trial._trial_id: trial.number for trial in running if trial._trial_id not in known}
+        self._unknown = {trial: self._unknown.get(trial, now) for trial in orphans}
+        expired = [trial for trial, since in self._unknown.items() if now - since > seconds]
+        for orphan in expired:
+            self.store.abandon(orphan, orphans[orphan])
+        if expired:
+            self.publish()
         self.study.sampler = NumberedSampler(lambda number: sampler(self.settings, self.space, number))
         trial = self.study.ask()
         values = draw(tuple(self.space), lambda dimension: suggest(trial, dimension))
@@ -152,7 +161,15 @@ class TrialSearch:
         if not paused or self.schedule is None:
             return []
         reports = self.store.all_reports()
-        moves = [] if self._spent(trials) else self._scheduled(trials, reports)
+        moves: Sequence[TrialLease | Fork] = []
+        if not self._spent(trials):
+            if isinstance(self.schedule, Halving):
+                moves = promotable(trials, reports, self.schedule, self.sign)
+            else:
+                scores = scores_of(trials, reports, self.schedule, self.sign)
+                chance = np.random.default_rng([self.settings.seed, len(trials)])
+                move = next_move(trials, scores, self.schedule, chance)
+                moves = [move] if move else []
         if moves or self._room(trials) or any(trial.state in ("ready", "held", "done") for trial in trials):
             return moves
         step = self.schedule.step
@@ -160,16 +177,6 @@ class TrialSearch:
         usable = [(trial, score) for trial, score in scored if score is not None]
         ranked = sorted(usable, key=lambda pair: (-pair[0].rung, self.sign * pair[1], pair[0].number))
         return [trial for trial, _ in ranked[:1]]
-
-    def _scheduled(
-        self, trials: Sequence[TrialLease], reports: dict[int, dict[int, float]]
-    ) -> Sequence[TrialLease | Fork]:
-        if isinstance(self.schedule, Halving):
-            return promotable(trials, reports, self.schedule, self.sign)
-        assert self.schedule is not None
-        scores = scores_of(trials, reports, self.schedule, self.sign)
-        move = next_move(trials, scores, self.schedule, np.random.default_rng([self.settings.seed, len(trials)]))
-        return [move] if move else []
 
     def _fork(self, move: Fork, trials: Sequence[TrialLease]) -> bool:
         """Add a fork that any worker may take; False if another worker has already replaced the member."""
@@ -196,18 +203,6 @@ class TrialSearch:
             self.storage.set_trial_state_values(trial, state, None if value is None else [value])
         except UpdateFinishedTrialError:  # another worker has already done this
             return
-
-    def _abandon_orphans(self, seconds: float) -> None:
-        """Give up trials that have been only in Optuna's tables for longer than a lease: their proposers died."""
-        running = self.storage.get_all_trials(self.study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
-        known, now = self.store.known(), self.clock()
-        orphans = {trial._trial_id: trial.number for trial in running if trial._trial_id not in known}
-        self._unknown = {trial: self._unknown.get(trial, now) for trial in orphans}
-        for trial, since in self._unknown.items():
-            if now - since > seconds:
-                self.store.abandon(trial, orphans[trial])
-        if any(now - since > seconds for since in self._unknown.values()):
-            self.publish()
 
 
 def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStorage, optuna.Study]:

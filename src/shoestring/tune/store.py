@@ -227,7 +227,16 @@ class Store:
         with self.transaction() as connection:
             if not self._write(connection, lease, values):
                 return False
-            self._report(connection, lease.trial, reports or {})
+            if reports:
+                reported = sql.select(REPORTS.c.step).where(REPORTS.c.trial == lease.trial)
+                known = set(connection.scalars(reported))
+                rows = [
+                    {"trial": lease.trial, "step": reached, "value": None if math.isnan(value) else value}
+                    for reached, value in reports.items()
+                    if reached not in known
+                ]
+                if rows:
+                    connection.execute(REPORTS.insert(), rows)
         return True
 
     def give_back(self, lease: TrialLease, *, state: str = "ready", failed: bool = False, note: str = "") -> bool:
@@ -260,16 +269,6 @@ class Store:
             return True
         self._same_study(connection)
         return False
-
-    @staticmethod
-    def _report(connection: Connection, trial: int, reports: Mapping[int, float]) -> None:
-        if not reports:
-            return
-        known = set(connection.scalars(sql.select(REPORTS.c.step).where(REPORTS.c.trial == trial)))
-        new = {step: None if math.isnan(value) else value for step, value in reports.items() if step not in known}
-        rows = [{"trial": trial, "step": step, "value": value} for step, value in new.items()]
-        if rows:
-            connection.execute(REPORTS.insert(), rows)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

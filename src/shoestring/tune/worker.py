@@ -188,7 +188,12 @@ class TrialWorker:
         if code == 0:
             reports = self._reach(lambda: self.store.reports(lease.trial))
             value = reports[max(reports)] if reports else math.nan
-            state, note = ("done", "") if math.isfinite(value) else ("failed", _unusable(trial, reports))
+            state, note = "done" if math.isfinite(value) else "failed", ""
+            if state == "failed" and reports:
+                note = f"`{trial.metric}` became {value}"
+            elif state == "failed":
+                written = ", ".join(sorted(trial.seen - {"step", "time"})) or "nothing"
+                note = f"the run never wrote the objective `{trial.metric}`; it wrote: {written}"
             self._reach(lambda: self.store.finish(lease, state, value if state == "done" else None, note))
             self._reach(lambda: self.proposer.publish(lease.number))
             if not reports and self._nothing_reported():
@@ -243,13 +248,6 @@ class TrialWorker:
 def _cause(note: str) -> str:
     """A trial's error message, with numbers replaced by 0, because numbers differ between trials."""
     return re.sub(r"[\d.]+", "0", note)
-
-
-def _unusable(trial: TrialProcess, reports: Mapping[int, float]) -> str:
-    if reports:
-        return f"`{trial.metric}` became {reports[max(reports)]}"
-    written = ", ".join(sorted(trial.seen - {"step", "time"})) or "nothing"
-    return f"the run never wrote the objective `{trial.metric}`; it wrote: {written}"
 
 
 class Renewal(threading.Thread):

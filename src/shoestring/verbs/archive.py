@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,9 +66,24 @@ class Archive:
 
     def found(self) -> list[FoundCheckpoint]:
         """All checkpoints, newest first; an empty list if there are none."""
-        checkpoints = [
-            checkpoint for checkpoint in (*self._on_disk(), *self._in_memory()) if self.only in (None, checkpoint.path)
-        ]
+        checkpoints: list[FoundCheckpoint] = []
+        for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
+            with suppress(FileNotFoundError):  # a live run has just renamed or deleted the checkpoint
+                if (on_disk := _found(path)) is not None:
+                    checkpoints.append(on_disk)
+        sealed: dict[Any, list[tuple[Path, Record]]] = {}
+        for folder in sorted(self.memory.glob("host-*")):
+            for path, record in seals(folder):
+                sealed.setdefault(record.checkpoint, []).append((path, record))
+        for checkpoint, parts in sealed.items():
+            places = tuple((path.parent, record) for path, record in parts)
+            size = sum(entry.nbytes for _, record in places for entry in record.parts.values())
+            newest, state = max(_time(path) for path, _ in parts), _state(places)
+            step, start, folder = checkpoint.step, checkpoint.start, places[0][0]
+            checkpoints.append(
+                FoundCheckpoint(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
+            )
+        checkpoints = [checkpoint for checkpoint in checkpoints if self.only in (None, checkpoint.path)]
         checkpoints.sort(key=lambda saved: (saved.step, saved.start, saved.level == DISK), reverse=True)
         history, files = None, {*continued(self.folder)}
         with suppress(CheckpointError):  # if the history is damaged, no checkpoint counts as abandoned
@@ -90,24 +105,6 @@ class Archive:
         if checkpoints := self.found():
             return checkpoints
         raise CheckpointError(f"`{self.folder}` holds no checkpoint", hint=self._beside())
-
-    def _on_disk(self) -> Iterator[FoundCheckpoint]:
-        for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*.tmp")]:
-            with suppress(FileNotFoundError):  # a live run has just renamed or deleted the checkpoint
-                if checkpoint := _found(path):
-                    yield checkpoint
-
-    def _in_memory(self) -> Iterator[FoundCheckpoint]:
-        sealed: dict[Any, list[tuple[Path, Record]]] = {}
-        for folder in sorted(self.memory.glob("host-*")):
-            for path, record in seals(folder):
-                sealed.setdefault(record.checkpoint, []).append((path, record))
-        for checkpoint, parts in sealed.items():
-            places = tuple((path.parent, record) for path, record in parts)
-            size = sum(entry.nbytes for _, record in places for entry in record.parts.values())
-            newest, state = max(_time(path) for path, _ in parts), _state(places)
-            step, start, folder = checkpoint.step, checkpoint.start, places[0][0]
-            yield FoundCheckpoint(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
 
     def pick(self, step: int | None) -> FoundCheckpoint:
         """The readable checkpoint of step `step`; by default the newest one that is not abandoned.
@@ -181,24 +178,22 @@ def _found(path: Path) -> FoundCheckpoint | None:
     if path.is_file() and path.suffix == ".safetensors":
         return FoundCheckpoint(_number(path.name), 0, DISK, 1, path.stat().st_size, COMPLETE, _time(path), path)
     if (path / MANIFEST).exists() and not path.name.startswith("."):
-        committed = _committed(path)
+        try:
+            record = Record.read(path / MANIFEST)
+        except CheckpointError as error:
+            state = f"damaged: {error.parts()[1]}"
+            committed = FoundCheckpoint(_number(path.name), 0, DISK, 0, 0, state, _time(path), path)
+        else:
+            places, checkpoint = ((path, record),), record.checkpoint
+            step, start, ranks = checkpoint.step, checkpoint.start, checkpoint.ranks
+            size, when = sum(entry.nbytes for entry in record.parts.values()), _time(path / MANIFEST)
+            committed = FoundCheckpoint(step, start, DISK, ranks, size, _state(places), when, path, places)
         path.stat()  # raises if the checkpoint was deleted in the meantime, which would look like damage
         return committed
     if not path.is_dir():
         return None
     size = sum(file.stat().st_size for file in path.iterdir())
     return FoundCheckpoint(_number(path.name), 0, DISK, 0, size, "not committed", _time(path), path)
-
-
-def _committed(path: Path) -> FoundCheckpoint:
-    try:
-        record = Record.read(path / MANIFEST)
-    except CheckpointError as error:
-        return FoundCheckpoint(_number(path.name), 0, DISK, 0, 0, f"damaged: {error.parts()[1]}", _time(path), path)
-    places = ((path, record),)
-    checkpoint, size = record.checkpoint, sum(entry.nbytes for entry in record.parts.values())
-    state, when = _state(places), _time(path / MANIFEST)
-    return FoundCheckpoint(checkpoint.step, checkpoint.start, DISK, checkpoint.ranks, size, state, when, path, places)
 
 
 def _state(places: Places) -> str:
@@ -292,32 +287,27 @@ def find_damage(checkpoint: FoundCheckpoint) -> list[str]:
     if not checkpoint.places:
         if checkpoint.state.startswith("damaged"):
             return [checkpoint.state]
-        return _faults(checkpoint.content) if checkpoint.path.is_file() else []
-    wrong = []
+        try:
+            if checkpoint.path.is_file():
+                checkpoint.content()
+        except CheckpointError as error:
+            return [error.parts()[1]]
+        return []
+    faults = []
     for folder, record in checkpoint.places:
         for name in record.parts:
-            wrong += _faults(lambda folder=folder, record=record, name=name: _verify_part(folder, record, name))
-    if wrong:
-        return wrong
+            try:
+                part = exports.part_of(folder, record, name)
+                part.verify()
+                if not name.startswith(peer_copies.PARITY):
+                    _ = part.about, part.pieces  # parsing the header finds further faults
+            except CheckpointError as error:
+                faults.append(error.parts()[1])
+    if faults:
+        return faults
     content = checkpoint.content()
     lacking = [name for name, stored in content.tensors.items() if not stored.complete]
     return [f"`{name}` is incomplete" for name in lacking] if checkpoint.state == COMPLETE else []
-
-
-def _faults(work: Callable[[], object]) -> list[str]:
-    """Call `work`; return the message of the CheckpointError that it raises, or an empty list."""
-    try:
-        work()
-    except CheckpointError as error:
-        return [error.parts()[1]]
-    return []
-
-
-def _verify_part(folder: Path, record: Record, name: str) -> None:
-    part = exports.part_of(folder, record, name)
-    part.verify()
-    if not name.startswith(peer_copies.PARITY):
-        _ = part.about, part.pieces
 
 
 def explain(run: Path) -> recovery.Explanation:

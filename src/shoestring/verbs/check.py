@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -130,14 +129,17 @@ def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[s
     own = data if data is not None and data.corpus is None else None
     batch, shape = own.first_batch(micro) if own else None, (micro, run.data.sequence)
     lines = _memory_of_parts if splitting(attachments.features, job.world) else _memory_of_whole
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True  # it prints a traceback, but the message below is enough
     try:
-        with _muted("torch._subclasses.fake_tensor"):  # this logger prints a traceback, but the message below is enough
-            told = [*lines(attachments, run, batch, shape)]
+        told = [*lines(attachments, run, batch, shape)]
     except ShoestringError:  # a feature refuses the job; it would do so in training too
         raise
     except Exception as error:  # features and models that need real values of tensors may raise any error
         log.debug("the memory of a step cannot be predicted", exc_info=error)
         told = [f"memory: not predicted ({type(error).__name__} in a step without numbers; --debug shows where)"]
+    finally:
+        logger.disabled = before
     yield from told
 
 
@@ -199,14 +201,3 @@ def _room(peak: float, host: float, ranks: int, advised: str) -> Iterator[str]:
         )
     if needed > there:
         yield f"it does not fit into {what}, {figures.memory(there)}; {advised}"
-
-
-@contextmanager
-def _muted(name: str) -> Iterator[None]:
-    """Context in which the messages of another library's logger are dropped."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

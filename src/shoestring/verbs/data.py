@@ -14,7 +14,7 @@ from shoestring.core.errors import ConfigError, DataError, ShoestringError
 from shoestring.data import Data
 from shoestring.data.built_in_templates import with_template
 from shoestring.data.chat_formats import format_of
-from shoestring.data.chats import Chat, parsed_chats, samples_of
+from shoestring.data.chats import parsed_chats, samples_of
 from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.piped import spool
 from shoestring.data.sources import HuggingFace, Source, TextFiles, open_source
@@ -178,7 +178,13 @@ def _read_chats(reader: Source, tokenizer: Tokenizer, settings: Data, view: Data
                     shown.stopped = True
                     break
                 shown.format = record.format
-                samples = [_shown_sample(chat, tokenizer, settings) for chat in samples_of(record, template, where)]
+                samples = []
+                for chat in samples_of(record, template, where):
+                    tokens, flags = chat.tokens[: settings.sequence], chat.trained[: settings.sequence]
+                    flags = [False, *flags[1:]]  # the first token is never learnt: nothing before it predicts it
+                    answer = "" if any(flags) else f"no answer begins within its first {settings.sequence:,} tokens"
+                    pieces, cut = tuple(_pieces(tokens, flags, tokenizer)), len(chat.tokens) - len(tokens)
+                    samples.append(ShownSample(pieces, len(chat.tokens), sum(flags), cut, answer))
                 reason = "" if record.learnt else "the record has a weight of 0"
                 _count(shown, samples, reason)
                 if len(shown.first) < view.first:
@@ -199,16 +205,6 @@ def _count(shown: ShownData, samples: list[ShownSample], reason: str) -> None:
     for left_out in (reason, *(sample.left_out for sample in samples)):
         if left_out:
             shown.left_out[left_out] = shown.left_out.get(left_out, 0) + 1
-
-
-def _shown_sample(chat: Chat, tokenizer: Tokenizer, settings: Data) -> ShownSample:
-    room = settings.sequence
-    tokens, flags = chat.tokens[:room], chat.trained[:room]
-    flags = [False, *flags[1:]]  # the first token is never learnt: it has no context to be predicted from
-    reason = "" if any(flags) else f"no answer begins within its first {room:,} tokens"
-    return ShownSample(
-        tuple(_pieces(tokens, flags, tokenizer)), len(chat.tokens), sum(flags), len(chat.tokens) - len(tokens), reason
-    )
 
 
 def _pieces(tokens: list[int], flags: list[bool], tokenizer: Tokenizer) -> Iterator[RenderedPiece]:

@@ -8,11 +8,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
 from shoestring import figures
 from shoestring.core.errors import ConfigError
-from shoestring.core.task import Forward, Repeated
+from shoestring.core.task import Repeated
 from shoestring.core.world import World
 from shoestring.data.loader import sweep
 from shoestring.decode import Distill
@@ -21,7 +19,7 @@ from shoestring.models.loading import build_model, open_model, origin_trust
 from shoestring.models.saving import pass_on
 from shoestring.report.recorder import Recorder
 from shoestring.run import Run
-from shoestring.training.data_loading import DataSets, open_data, to_device
+from shoestring.training.data_loading import open_data, to_device
 from shoestring.training.loop import train
 from shoestring.training.user_code import import_user_code
 
@@ -111,15 +109,15 @@ def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, f
     if feature.reference:
         models[REFERENCE] = open_model(feature.reference)
     models[DRAFT] = open_model(str(folder))
-    return {name: _accepted(model, teacher, data, code.forward, last, world) for name, model in models.items()}
-
-
-def _accepted(model: nn.Module, teacher: nn.Module, data: DataSets, forward: Forward, run: Run, world: World) -> float:
-    """Acceptance rate over the held-out samples, which are divided among ranks. Every rank must call this function."""
-    assert data.held_out is not None
-    batch = max(1, run.settings.batch // (world.size * run.settings.accumulate))
-    shares = sweep(data.held_out, batch=batch, rank=world.rank, size=world.size, limit=HELD_OUT, collate=data.collate)
-    batches = (to_device(samples, world.device) for samples in shares if not isinstance(samples, Repeated))
-    own = acceptance(model.to(world.device), teacher, batches, forward)
-    totals, counts = zip(*(json.loads(message) for message in world.gather(json.dumps(own).encode())), strict=True)
-    return sum(totals) / sum(counts)
+    batch = max(1, last.settings.batch // (world.size * last.settings.accumulate))
+    rates = {}
+    for name, model in models.items():
+        # The held-out samples are divided among the ranks.
+        shares = sweep(
+            data.held_out, batch=batch, rank=world.rank, size=world.size, limit=HELD_OUT, collate=data.collate
+        )
+        batches = (to_device(samples, world.device) for samples in shares if not isinstance(samples, Repeated))
+        own = acceptance(model.to(world.device), teacher, batches, code.forward)
+        totals, counts = zip(*(json.loads(message) for message in world.gather(json.dumps(own).encode())), strict=True)
+        rates[name] = sum(totals) / sum(counts)
+    return rates

@@ -59,21 +59,17 @@ def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     folder = Path(run.settings.folder or Path("runs") / run.name)
     data = open_data(run.placed(folder), World(), folder, code.collate)
     try:
-        yield from _explained(run, code, data, measured, _rules(run, folder))
+        settings = next((feature for feature in run.features if isinstance(feature, Graph)), Graph())
+        chosen = dict[str, int]()  # bits that measured errors chose when the run ran in this folder
+        if settings.measure and (folder / "summary.json").exists():
+            items = reading.tables(reading.read(folder).summary, "report_items")
+            rows = next((item["rows"] for item in items if item.get("title") == CHOSEN_TITLE), [])
+            with suppress(TypeError, ValueError):
+                chosen = {str(name): int(bits) for name, bits in rows}
+        rules = Rules(forward=settings.forward_propagation, wide=settings.wide, eight=settings.fp8, chosen=chosen)
+        yield from _explained(run, code, data, measured, rules)
     finally:
         data.close()
-
-
-def _rules(run: Run, folder: Path) -> Rules:
-    """The rules of the run's [precision.graph], with the bits that measured errors chose when it ran in this folder."""
-    settings = next((feature for feature in run.features if isinstance(feature, Graph)), Graph())
-    chosen = dict[str, int]()
-    if settings.measure and (folder / "summary.json").exists():
-        items = reading.tables(reading.read(folder).summary, "report_items")
-        rows = next((item["rows"] for item in items if item.get("title") == CHOSEN_TITLE), [])
-        with suppress(TypeError, ValueError):
-            chosen = {str(name): int(bits) for name, bits in rows}
-    return Rules(forward=settings.forward_propagation, wide=settings.wide, eight=settings.fp8, chosen=chosen)
 
 
 def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster, rules: Rules) -> Iterator[str]:

@@ -16,7 +16,6 @@ from shoestring.data.chat_template import template_source
 from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.adapted import AdaptedRows
-from shoestring.decode.adapter import Adapter
 from shoestring.decode.compiled import choose_passes
 from shoestring.decode.drafters import open_drafter
 from shoestring.decode.engine import Engine, Request, stream
@@ -138,21 +137,18 @@ def build_engine(
     patched = bool(skip) or adapters or speculation.draft == SKIP
     adapter = choose_passes(model, context, passes, patched=patched)
     if skip:
-        adapter = _skip_sublayers(adapter, skip, room, drafts=drafter is not None)
+        try:
+            share = float(skip)
+        except ValueError:
+            adapter = Skipping(adapter, SkipPlan.load(Path(skip)))
+        else:  # choose the sublayers while generating
+            if drafter is not None:
+                raise ConfigError(
+                    "--skip with a fraction learns from passes over one token, but --draft makes passes over several "
+                    "tokens",
+                    hint="give the file of a skip plan, or use --draft skip alone, which does not change the text",
+                )
+            adapter = OnlineSkipping(adapter, share, min(room or adapter.context, adapter.context))
     if adapters:
         adapter = AdaptedRows(adapter)
     return Engine(adapter, slots=slots, room=room, pass_seconds=pass_seconds, drafter=drafter, speculation=speculation)
-
-
-def _skip_sublayers(adapter: Adapter, skip: str, room: int | None, *, drafts: bool) -> Adapter:
-    """Skip the sublayers that a plan names; if `skip` is a fraction, choose the sublayers while generating."""
-    try:
-        share = float(skip)
-    except ValueError:
-        return Skipping(adapter, SkipPlan.load(Path(skip)))
-    if drafts:
-        raise ConfigError(
-            "--skip with a fraction learns from passes over one token, but --draft makes passes over several tokens",
-            hint="give the file of a skip plan, or use --draft skip alone, which does not change the text",
-        )
-    return OnlineSkipping(adapter, share, min(room or adapter.context, adapter.context))

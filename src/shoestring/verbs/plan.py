@@ -28,7 +28,7 @@ from shoestring.planner.outlook import GIB, Outlook, look, of_all_ranks
 from shoestring.planner.page import write as write_page
 from shoestring.planner.search import CLOSE, TrainingPlan, chosen
 from shoestring.planner.trying import for_trial, start, time_plan
-from shoestring.planning.step import ModelCosts, Plannable
+from shoestring.planning.step import Plannable
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
@@ -149,7 +149,18 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3, also: 
             best = _exchanged(planning, auto)
             planned = PlannedRun(best.run, best.facts["predicted_step_seconds"], best.measured, best)
     if out is not None:
-        world.decide(lambda: _write(planned, out))
+
+        def write() -> None:
+            try:
+                write_atomic(out, planned.run.dump().encode())
+            except OSError as error:
+                raise ConfigError(f"cannot write `{out}`: {error.strerror}", hint="choose another --out") from error
+            if planned.choice is not None:
+                others = [one for number, one in _shown(planned) if number != planned.choice]
+                tried = {str(planned.plans[number]): took for number, took in planned.tried.items()}
+                write_page(planned.plans[planned.choice], others, tried, planned.measured, page_beside(out))
+
+        world.decide(write)
         planned = replace(planned, page=page_beside(out) if planned.choice is not None else None)
     return planned
 
@@ -214,7 +225,11 @@ def _among_all(planning: _Planning, auto: Auto, tries: int, also: Sequence[Featu
     left_out = [name for knob, name in _KNOBS.items() if budget and knob not in budget.allow]
     outlook = look(replace(run, features=others), planning.code, planning.world, planning.data, gib, left_out, also)
     plans, exchanged = outlook.plans(), None
-    if planning.world.size > 1 and _replicas_fit(plans, others):
+    # Exchanges are between whole replicas: these must fit into memory, and no feature may require another way to train.
+    owners = [feature for feature in others if Seam.SHARD in feature.seams and not isinstance(feature, DDP)]
+    whole = not owners and not any(map(splits_replicas, others))
+    replicas = [plan for plan in plans if [type(feature) for feature in plan.added] in ([DDP], [])]
+    if planning.world.size > 1 and whole and any(not plan.refused for plan in replicas):
         exchanged = _exchanged(planning, auto)
         assert exchanged.chooser.measured is not None
         slowdown = exchanged.chooser.measured.cluster().slowdown
@@ -243,14 +258,6 @@ def _among_all(planning: _Planning, auto: Auto, tries: int, also: Sequence[Featu
     return PlannedRun(run, predicted, measured, exchanged, plans, tried, choice, outlook)
 
 
-def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> bool:
-    """Whether whole replicas fit into memory, and the user's features do not require another way to train."""
-    owners = [feature for feature in others if Seam.SHARD in feature.seams and not isinstance(feature, DDP)]
-    split = any(map(splits_replicas, others))
-    replicas = [plan for plan in plans if [type(feature) for feature in plan.added] in ([DDP], [])]
-    return not owners and not split and any(not plan.refused for plan in replicas)
-
-
 def _exchanged(planning: _Planning, auto: Auto) -> Exchanged:
     """Choose an exchange of gradients like [comm.auto], and time a few steps with it. A collective."""
     run, others, world = planning.run, planning.others, planning.world
@@ -260,8 +267,17 @@ def _exchanged(planning: _Planning, auto: Auto) -> Exchanged:
         job, times = start(trial, planning.code, world, planning.data, stack)
         chooser = job.kept[auto.name].state
         assert isinstance(chooser, Chooser)
-        chosen_run = _fill_in(run, (*others, *budget), chooser, auto)
-        return Exchanged(chooser, chosen_run, dict(job.trace.facts), median(times[1:]))
+        choice = chooser.choice
+        assert choice is not None
+        ddp = next((feature for feature in others if isinstance(feature, DDP)), DDP())
+        rest = tuple(feature for feature in (*others, *budget) if not isinstance(feature, DDP))
+        if choice.bucket:
+            ddp = replace(ddp, bucket_mb=choice.bucket / 2**20)
+        features: tuple[Feature, ...] = (ddp, *rest)
+        if choice.codec:
+            method = auto.build_method(choice)
+            features = (method, *rest) if Seam.SHARD in method.seams else (ddp, method, *rest)
+        return Exchanged(chooser, replace(run, features=features), dict(job.trace.facts), median(times[1:]))
 
 
 def _try(
@@ -280,8 +296,14 @@ def _try(
             chosen(plans)  # raises an error that states what the smallest plan needs
         return {}, None
     first = plans.index(chosen([plans[number] for number in promising]))
+    # Try only plans that differ from all earlier ones in features or in the number of micro-batches.
+    unlike, seen = [first], {(*_kinds(plans[first]), plans[first].step.micro)}
+    for number in promising:
+        if (kinds := (*_kinds(plans[number]), plans[number].step.micro)) not in seen:
+            seen.add(kinds)
+            unlike.append(number)
     tried = dict[int, float]()
-    for number in (first, *_unlike(plans, promising, first)):
+    for number in unlike:
         if len(tried) == tries or (tried and plans[number].seconds > min(tried.values()) * WORTH_TRYING):
             break
         try:
@@ -302,15 +324,6 @@ def _try(
 
 WORTH_TRYING = 1.15
 """Plans are not tried if their predicted time exceeds the best by this factor, the accuracy of predictions."""
-
-
-def _unlike(plans: Sequence[TrainingPlan], numbers: Sequence[int], first: int) -> Iterator[int]:
-    """Indices of plans that differ from all earlier ones in features or in the number of micro-batches."""
-    seen = {(*_kinds(plans[first]), plans[first].step.micro)}
-    for number in numbers:
-        if (kinds := (*_kinds(plans[number]), plans[number].step.micro)) not in seen:
-            seen.add(kinds)
-            yield number
 
 
 def _kinds(plan: TrainingPlan) -> tuple[object, ...]:
@@ -346,31 +359,6 @@ def _codec_call(feature: Feature) -> str:
     return f"{name}({', '.join(changed)})" if changed else name
 
 
-def _fill_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Auto) -> Run:
-    """Return the run with the chosen exchange added."""
-    choice = chooser.choice
-    assert choice is not None
-    ddp = next((feature for feature in others if isinstance(feature, DDP)), DDP())
-    rest = tuple(feature for feature in others if not isinstance(feature, DDP))
-    if choice.bucket:
-        ddp = replace(ddp, bucket_mb=choice.bucket / 2**20)
-    if not choice.codec:
-        return replace(run, features=(ddp, *rest))
-    method = auto.build_method(choice)
-    return replace(run, features=(method, *rest) if Seam.SHARD in method.seams else (ddp, method, *rest))
-
-
-def _write(planned: PlannedRun, path: Path) -> None:
-    try:
-        write_atomic(path, planned.run.dump().encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write `{path}`: {error.strerror}", hint="choose another --out") from error
-    if planned.choice is not None:
-        others = [one for number, one in _shown(planned) if number != planned.choice]
-        tried = {str(planned.plans[number]): took for number, took in planned.tried.items()}
-        write_page(planned.plans[planned.choice], others, tried, planned.measured, page_beside(path))
-
-
 def default_path(source: str) -> Path:
     """Path of plan.toml: next to the run file, or in the working folder if `source` is a recipe."""
     path = runs.locate(source)
@@ -391,7 +379,20 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     for name, model in planned.outlook.costs.items():
         if name:
             yield f"  with [{name}]:"
-        yield from _measured_costs(model)
+        samples = model.samples[-1]
+        block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
+        what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
+        yield (
+            f"  {what}: {seconds(block.forward[-1])} forward, {seconds(block.backward[-1])} backward for {samples} "
+            f"samples, {size(block.trained)} of weights"
+        )
+        if model.blocks:
+            around = [model.before, model.behind]
+            forward, backward = (sum(getattr(one, way)[-1] for one in around) for way in ("forward", "backward"))
+            yield (
+                f"  around them: {seconds(forward)} forward, {seconds(backward)} backward, "
+                f"{size(sum(one.trained for one in around))} of weights"
+            )
     for (kind, group), link in sorted(planned.outlook.links.speeds.items()):
         where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
         yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
@@ -412,24 +413,6 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     yield f"chosen: {one}; real steps took {seconds(planned.measured)}, {off}"
     if world.size > 1:
         yield f"  it waits: {_waits(one)}"
-
-
-def _measured_costs(model: ModelCosts) -> Iterator[str]:
-    """Yield lines with the costs of a model's parts."""
-    samples = model.samples[-1]
-    block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
-    what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
-    yield (
-        f"  {what}: {seconds(block.forward[-1])} forward, {seconds(block.backward[-1])} backward for {samples} "
-        f"samples, {size(block.trained)} of weights"
-    )
-    if model.blocks:
-        around = [model.before, model.behind]
-        forward, backward = (sum(getattr(one, way)[-1] for one in around) for way in ("forward", "backward"))
-        yield (
-            f"  around them: {seconds(forward)} forward, {seconds(backward)} backward, "
-            f"{size(sum(one.trained for one in around))} of weights"
-        )
 
 
 def _shown(planned: PlannedRun) -> list[tuple[int, TrainingPlan]]:

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,11 +230,17 @@ def save_page(rows: Sequence[Row], title: str, folder: Path, path: Path) -> None
     for row in shown:
         cells = []
         for column in columns:
-            source = _source(row.get(column), column, folder)
+            value, kind, content = row.get(column, ""), "", b""
+            if isinstance(value, Picture):
+                kind, content = "png", png(value.bytes_of_pixels())
+            elif column == "file":
+                with suppress(OSError):  # also if the file is larger than `_SMALL`
+                    content = foreign.read_bytes(folder / str(value), _SMALL)
+                kind = next((kind for start, kind in _SIGNATURES.items() if content.startswith(start)), "")
+            source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}" if kind else ""
             source = source if len(source) <= room else ""
             room -= len(source)
             picture = tag("img", src=source, alt="") if source else Markup()
-            value = row.get(column, "")
             words = f"{value:.4g}" if isinstance(value, float) else "" if isinstance(value, Picture) else str(value)
             cells.append(tag("span", picture, words) if source else words)
         lines.append(cells)
@@ -245,18 +252,3 @@ def save_page(rows: Sequence[Row], title: str, folder: Path, path: Path) -> None
     )
     body = tag("section", grid("A row for each file", columns, lines), class_="predictions")
     save(path, document(title, head, body, {}, PageFrame(packaged("shoestring.report", "page.css"), "")))
-
-
-def _source(value: object, column: str, folder: Path) -> str:
-    """Data URL of a picture, or of a small file that browsers can show; empty for any other value."""
-    if isinstance(value, Picture):
-        kind, content = "png", png(value.bytes_of_pixels())
-    elif column == "file":
-        try:
-            content = foreign.read_bytes(folder / str(value), _SMALL)
-        except OSError:
-            return ""
-        kind = next((kind for start, kind in _SIGNATURES.items() if content.startswith(start)), "")
-    else:
-        return ""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}" if kind else ""

@@ -48,15 +48,15 @@ def probe(world: World, out: Path) -> Cluster:
         links=tuple(Link(**link) for part in everyone for link in part["links"]),
         collectives=time_collectives(world, DATA),
     )
-    world.decide(lambda: _write(cluster, out))
+
+    def write() -> None:
+        try:
+            write_atomic(out, tomli_w.dumps(asdict(cluster)).encode())
+        except OSError as error:
+            raise ConfigError(f"cannot write `{out}`: {error.strerror}") from error
+
+    world.decide(write)
     return cluster
-
-
-def _write(cluster: Cluster, path: Path) -> None:
-    try:
-        write_atomic(path, tomli_w.dumps(asdict(cluster)).encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write `{path}`: {error.strerror}") from error
 
 
 def read(path: Path) -> Cluster:
@@ -162,20 +162,14 @@ def _links(world: World) -> list[Link]:
             latency = _echo(world, target, torch.zeros(1, device=world.device)) / 2
             links.append(Link(source=source, target=target, latency=latency, bandwidth=_bandwidth(world, target)))
         elif world.rank == target:
-            _answer(world, source)
+            # Answer the messages of `_echo`, each of which its length precedes, until `_bandwidth` sends the length 0.
+            length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
+            dist.recv(length, source)
+            while int(length):
+                dist.recv(torch.empty(int(length), device=world.device), source)
+                dist.send(answer, source)
+                dist.recv(length, source)
     return links
-
-
-def _echo(world: World, peer: int, message: torch.Tensor, repeats: int = 9) -> float:
-    """Median time, in seconds, from sending `message` to receiving the peer's answer."""
-    answer = torch.zeros(1, device=world.device)
-
-    def once() -> None:
-        dist.send(torch.tensor([message.numel()], device=world.device), peer)
-        dist.send(message, peer)
-        dist.recv(answer, peer)
-
-    return median_seconds(once, world.device, repeats)
 
 
 def _bandwidth(world: World, peer: int) -> float:
@@ -191,12 +185,13 @@ def _bandwidth(world: World, peer: int) -> float:
         size *= 2
 
 
-def _answer(world: World, peer: int) -> None:
-    """Answer the messages that the peer's `_echo` sends, until the peer announces a message of length 0."""
-    length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
-    while True:
-        dist.recv(length, peer)
-        if int(length) == 0:
-            return
-        dist.recv(torch.empty(int(length), device=world.device), peer)
-        dist.send(answer, peer)
+def _echo(world: World, peer: int, message: torch.Tensor, repeats: int = 9) -> float:
+    """Median time, in seconds, from sending `message` to receiving the peer's answer."""
+    answer = torch.zeros(1, device=world.device)
+
+    def once() -> None:
+        dist.send(torch.tensor([message.numel()], device=world.device), peer)
+        dist.send(message, peer)
+        dist.recv(answer, peer)
+
+    return median_seconds(once, world.device, repeats)

@@ -70,8 +70,13 @@ def profile_program(
         result.out, inside, share=settings.share, budget=settings.budget, native_frames=settings.native_frames
     )
     with _interpreter([program, *arguments], "" if module else str(file.parent)):
-        if module and not _is_there(program):
-            raise ConfigError(f"there is no module {program}", hint="name it as `python -m` does")
+        if module:
+            try:
+                spec = importlib.util.find_spec(program)
+            except (ImportError, ValueError):
+                spec = None
+            if spec is None:
+                raise ConfigError(f"there is no module {program}", hint="name it as `python -m` does")
         with _saved_on_sigterm(), recording as recorded:
             try:
                 if module:
@@ -106,13 +111,6 @@ def _check_arguments(program: str, file: Path, settings: ProgramProfiling, out: 
     for name, value in (("share", settings.share), ("budget", settings.budget)):
         if value is not None and not 0 < value <= 1:
             raise ConfigError(f"--{name} must be above 0 and at most 1, got {value:g}")
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _name() -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 from shoestring import figures, sparse
 from shoestring._torch import own_device
 from shoestring.core.task import Batch, call_model
 from shoestring.models.saving import save_like, save_packed
-from shoestring.sparse.oneshot import PruningResult
 from shoestring.verbs.conversion import change_of_size, check_new, described, open_source, own_batches, sample_text
 from shoestring.verbs.settings import OneShotPruning
 
@@ -45,7 +43,15 @@ def prune(model: str, out: Path, settings: OneShotPruning | None = None) -> list
     result = sparse.prune(built, settings.layers, metric=settings.method, batches=batches, forward=forward)
     built.cpu()
     why_others = "no pattern matches" if settings.layers else "outside of the blocks"
-    lines = [*_described(result, settings.method, why_others)]
+    count, share = len(result.kept_energy), figures.percent(result.share)
+    lines = [f"2:4 by {settings.method}: {count} layers, {share} of the weights of all linear layers"]
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for name, energy in result.kept_energy.items():
+        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(energy)
+    for kind, energies in kinds.items():
+        spread = f"{min(energies):.3f} to {max(energies):.3f}" if len(energies) > 1 else f"{energies[0]:.3f}"
+        lines.append(f"  {kind}: {len(energies)} layers, kept energy {spread}")
+    lines += described("dense", result.dense | dict.fromkeys(result.others, why_others))
     if settings.format == "packed":
         packed = save_packed(built, source, out)
         lines.append(f"packed: {len(packed)} layers, the others as they are")
@@ -54,16 +60,3 @@ def prune(model: str, out: Path, settings: OneShotPruning | None = None) -> list
     lines.append(change_of_size(source, out))
     lines.append(f"written to {out}; fine-tuning wins back loss: run.model = '{model}' and [sparse.ast]")
     return lines
-
-
-def _described(result: PruningResult, metric: str, why_others: str) -> Iterator[str]:
-    """Lines with the fraction of energy that each kind of layer keeps, and with layers that stay dense, by reason."""
-    count = len(result.kept_energy)
-    yield f"2:4 by {metric}: {count} layers, {figures.percent(result.share)} of the weights of all linear layers"
-    kinds: dict[str, list[float]] = defaultdict(list)
-    for name, energy in result.kept_energy.items():
-        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(energy)
-    for kind, energies in kinds.items():
-        spread = f"{min(energies):.3f} to {max(energies):.3f}" if len(energies) > 1 else f"{energies[0]:.3f}"
-        yield f"  {kind}: {len(energies)} layers, kept energy {spread}"
-    yield from described("dense", result.dense | dict.fromkeys(result.others, why_others))

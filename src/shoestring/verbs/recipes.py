@@ -46,8 +46,12 @@ def copy(name: str, folder: Path) -> list[str]:
         raise ConfigError(f"there is no recipe `{name}`", hint=nearest(name, installed))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"`{folder}` is not empty", hint="name a new folder")
-    recipe, package = installed[name], _free_name(name)
-    lines = []
+    # The copy's package gets a name that no installed package has; Python would import that package instead.
+    package = re.sub(r"\W", "_", name, flags=re.ASCII)
+    package = package if package.isidentifier() else f"recipe_{package}"
+    while find_spec(package) is not None:
+        package = f"my_{package}"
+    recipe, lines = installed[name], []
     for source in sorted(recipe.file.parent.rglob("*")):
         below = source.relative_to(recipe.file.parent)
         if not source.is_file() or "__pycache__" in below.parts:
@@ -64,12 +68,3 @@ def copy(name: str, folder: Path) -> list[str]:
             raise ConfigError(f"cannot write `{target}`: {error.strerror}", hint="name another folder") from error
         lines.append(str(target))
     return [*lines, f"to train it: shoestring train {folder}"]
-
-
-def _free_name(recipe: str) -> str:
-    """A package name for a copied recipe that no installed package has; Python would import that package instead."""
-    name = re.sub(r"\W", "_", recipe, flags=re.ASCII)
-    name = name if name.isidentifier() else f"recipe_{name}"
-    while find_spec(name) is not None:
-        name = f"my_{name}"
-    return name

@@ -63,7 +63,14 @@ def start_trial(plan: StudyPlan, lease: TrialLease, server: TrialServer) -> Tria
         raise TrustError(message, hint="somebody else has written to the store: begin a new study in another store")
     resume = "auto"
     if lease.parent >= 0 and not newest_checkpoint(folder):
-        resume = str(_parent_checkpoint(plan, lease))
+        # A fork starts from its parent's checkpoint at the comparison at which it was forked, or else from the newest.
+        forks = folder_of(plan, lease.parent) / FORKS
+        places = [forks / f"rung-{lease.forked - 1:04d}", *sorted(forks.glob("rung-*"), reverse=True)]
+        saved = next((saved for place in places if (saved := sorted(place.glob("step-*")))), None)
+        if saved is None:
+            message = f"trial {lease.parent} has no checkpoint in `{forks}` that trial {lease.number} could fork"
+            raise ConfigError(message)
+        resume = str(saved[-1])
     document["run"] = document.get("run", {}) | {"folder": str(folder), "resume": resume}
     file = plan.folder / "runs" / f"trial-{lease.number:04d}.toml"
     write_atomic(file, tomli_w.dumps(document).encode())
@@ -104,21 +111,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
     tiered = manifests(folder / "checkpoints")
     plain = sorted((folder / "checkpoints").glob("step-*.safetensors"))
     return tiered[0][0] if tiered else plain[-1] if plain else None
-
-
-def _parent_checkpoint(plan: StudyPlan, lease: TrialLease) -> Path:
-    """The checkpoint of the parent from which a fork starts: the one from the comparison at which the trial was forked,
-    or else the newest.
-
-    Raises:
-        ConfigError: the parent has no checkpoint.
-    """
-    forks = folder_of(plan, lease.parent) / FORKS
-    exact = forks / f"rung-{lease.forked - 1:04d}"
-    for folder in (exact, *sorted(forks.glob("rung-*"), reverse=True)):
-        if checkpoints := sorted(folder.glob("step-*")):
-            return checkpoints[-1]
-    raise ConfigError(f"trial {lease.parent} has no checkpoint in `{forks}` that trial {lease.number} could fork")
 
 
 def _link(source: str, target: str) -> None:

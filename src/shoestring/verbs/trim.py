@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoestring.checkpoint.recovery.resume import forget_all
-from shoestring.checkpoint.tiers.claim import LOCK
+from shoestring.checkpoint.tiers.claim import is_locked
 from shoestring.checkpoint.tiers.disk import ASIDE, Disk
-from shoestring.checkpoint.tiers.file_acts import Files, Lock
+from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.verbs.archive import DISK, Archive, find_damage
 
@@ -52,7 +52,7 @@ def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
     left = [
         checkpoint
         for checkpoint in there
-        if ASIDE.fullmatch(checkpoint.path.name) and not going and not _locked(archive.folder)
+        if ASIDE.fullmatch(checkpoint.path.name) and not going and not is_locked(archive.folder)
     ]
     gone = [checkpoint.path for checkpoint in (*good, *left) if checkpoint not in staying]
     for path in gone:
@@ -63,19 +63,6 @@ def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
         forget_all(archive.memory)
         gone.append(archive.memory)
     return gone
-
-
-def _locked(folder: Path) -> bool:
-    """Whether a run holds the lock on its folder of checkpoints."""
-    if not (folder / LOCK).exists():
-        return False
-    try:
-        held = Lock.of(folder / LOCK)
-    except OSError:
-        return True
-    if held is not None:
-        held.release()
-    return held is None
 
 
 def users(memory: Path) -> list[int]:

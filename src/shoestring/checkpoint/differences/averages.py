@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoestring.core.attachments import Attachments
-    from shoestring.core.feature import Feature
 
 REPLAYED = frozenset(
     {
@@ -82,8 +81,12 @@ def check(attachments: Attachments, name: str) -> None:
     if attachments.world.ranks_over(DATA) == 1:
         return
     for feature in attachments.features:
-        if reason := _why_not_replayed(feature, attachments):
-            raise ConfigError(f"`{name}` cannot replay the steps of `{feature.name}`", hint=reason)
+        if (why_not_replayed := getattr(feature, "why_not_replayed", None)) is not None:
+            hint = str(why_not_replayed(attachments))
+        else:
+            hint = "" if feature.name in REPLAYED else "remove one of the two"
+        if hint:
+            raise ConfigError(f"`{name}` cannot replay the steps of `{feature.name}`", hint=hint)
     if not any(Seam.WIRE in feature.seams for feature in attachments.features):
         hint = "add [comm.quantize], or [comm.dense] for exact gradients"
         raise ConfigError(f"`{name}` records the averages of a [comm] codec, but the run has no codec", hint=hint)
@@ -93,12 +96,3 @@ def refuse_scaled(name: str) -> None:
     """Raise ConfigError, because steps that a loss scale may skip cannot be replayed."""
     hint = 'train with precision.autocast.dtype = "bf16"'
     raise ConfigError(f"`{name}` cannot replay steps that a loss scale may skip", hint=hint)
-
-
-def _why_not_replayed(feature: Feature, attachments: Attachments) -> str:
-    """Return a hint on what to change if the steps of a feature cannot be replayed; empty if the steps can be
-    replayed."""
-    own_answer = getattr(feature, "why_not_replayed", None)
-    if own_answer is not None:
-        return str(own_answer(attachments))
-    return "" if feature.name in REPLAYED else "remove one of the two"

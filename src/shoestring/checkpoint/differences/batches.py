@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +84,16 @@ class Batches:
 
     def _write(self, first: int, checkpoint: CheckpointId, history: History) -> None:
         copies = {step: self.ring.copied(step) for step in range(first, checkpoint.step + 1)}
-        encoded = {step: self._encode(*difference) for step, difference in copies.items() if difference is not None}
+        encoded: dict[int, Tensor] = {}
+        for step, difference in copies.items():
+            if difference is None:
+                continue
+            header, tensors = difference
+            if not self.claim.commits:  # another rank writes the averages to this folder
+                tensors = {name: tensor for name, tensor in tensors.items() if not shared(name)}
+            plan = CellPlan(header, tensors)
+            encoded[step] = torch.empty(plan.nbytes, dtype=torch.uint8)
+            plan.put(encoded[step])
         if not encoded:
             return
         with span("differences", "disk") as marked:
@@ -109,15 +117,6 @@ class Batches:
                             self.disk.files.unlink(batch.path)
                     for path in self.disk.folder.glob(f".steps-*-{history.run}-*-{self.rank}.differences.tmp"):
                         self.disk.files.unlink(path)
-
-    def _encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
-        """Encode a difference as bytes; the averages are left out if another rank writes them to this folder."""
-        if not self.claim.commits:
-            tensors = {name: tensor for name, tensor in tensors.items() if not shared(name)}
-        plan = CellPlan(header, tensors)
-        data = torch.empty(plan.nbytes, dtype=torch.uint8)
-        plan.put(data)
-        return data
 
     def _put(self, first: int, checkpoint: CheckpointId, data: Tensor) -> None:
         files, folder = self.disk.files, self.disk.folder

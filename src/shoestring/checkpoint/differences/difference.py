@@ -75,22 +75,19 @@ class StepContent:
         unused = [name for name, tensor in self.attachments.trained.items() if tensor.grad is None]
         return Basis(now, unused, _options(self.attachments.optimizer.param_groups))
 
-    def _ratio(self) -> float | None:
-        """Return the factor by which `core.step` multiplied averages, because the number of targets differed from the
-        expected number. The factor is None if the expected number is not known. The factor is 1 if gradients are not
-        averaged during the backward pass, as in DDP, because such gradients are corrected before the exchange.
-        """
-        progress = self.attachments.progress
-        if not self.attachments.averages_in_backward or not progress.count:
-            return 1.0
-        if progress.unread is not None:  # on an accelerator, `count` is still the expected number
-            return progress.count / float(progress.unread[1])
-        return self.count / progress.count if self.count else None
-
     def describe(self, basis: Basis) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return the difference of the newest step as (header, tensors); None if the step cannot be replayed."""
-        averages, ratio = self.averages.averages(), self._ratio()
-        self.count = self.attachments.progress.count
+        averages, progress = self.averages.averages(), self.attachments.progress
+        # The factor by which `core.step` multiplied averages, because the number of targets differed from the expected
+        # number. It is 1 if gradients are not averaged during the backward pass, as in DDP, because such gradients are
+        # corrected before the exchange.
+        if not self.attachments.averages_in_backward or not progress.count:
+            ratio = 1.0
+        elif progress.unread is not None:  # on an accelerator, `count` is still the expected number
+            ratio = progress.count / float(progress.unread[1])
+        else:
+            ratio = self.count / progress.count if self.count else None  # None: the expected number is not known
+        self.count = progress.count
         if averages is None or ratio is None:
             return None
         tensors = {f"{_AVERAGE}{part}.{n}": data for part, group in enumerate(averages) for n, data in enumerate(group)}

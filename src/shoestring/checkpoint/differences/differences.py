@@ -6,8 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -102,9 +101,15 @@ class Differences:
             for ring in [self.ring, *([self.partner.ring] if self.partner is not None else [])]:
                 ring.close(reason)
             self.attachments.world.memory.give(budget.DIFFERENCES)
+        difference: Found | None = None
         with span("difference", "copy") as marked:
-            difference = self._describe(checkpoint, basis, loss)
-            if difference is not None:
+            described = None if basis is None else self.content.describe(basis)
+            # On an accelerator, a step is done before its loss is read. A step whose loss is not finite is not
+            # recorded, so that no run resumes after this step.
+            if described is not None and not self.ring.refused and (loss is None or math.isfinite(float(loss))):
+                header, tensors = described
+                about = {**checkpoint.identity, "ranks": checkpoint.ranks, "local": checkpoint.local, "form": self.form}
+                difference = about | header, tensors
                 marked.nbytes = self.ring.write(*difference)
         self._warn("a failure", self.ring.refused or self.ring.slot.lacking)
         if self.partner is not None:
@@ -116,19 +121,6 @@ class Differences:
             self.batches.write(checkpoint, self.claim.history)
         self.nbytes += marked.nbytes
         self.seconds += time.perf_counter() - began
-
-    def _describe(self, checkpoint: CheckpointId, basis: Basis | None, loss: Tensor | None) -> Found | None:
-        """Return the difference of the newest step; None if the step cannot be replayed or recording has stopped."""
-        described = None if basis is None else self.content.describe(basis)
-        if described is None or self.ring.refused:
-            return None
-        # On an accelerator, a step is done before its loss is read. A step whose loss is not finite is not recorded, so
-        # that no run resumes after this step.
-        if loss is not None and not math.isfinite(float(loss)):
-            return None
-        header, tensors = described
-        about = {**checkpoint.identity, "ranks": checkpoint.ranks, "local": checkpoint.local, "form": self.form}
-        return about | header, tensors
 
     def settle(self) -> None:
         """Wait until the newest difference has arrived at the partner rank on another host; a collective."""
@@ -237,21 +229,24 @@ class Differences:
             The number of correctly replayed steps, and the difference of the last of these steps.
         """
         last: Found | None = None
-        with self._no_capture():
+        phases = self.attachments.phases
+        # The functions of this phase already ran when the steps were trained.
+        suspended, phases[Phase.CAPTURE] = phases[Phase.CAPTURE], []
+        try:
             for count, checkpoint in enumerate(steps):
-                difference = read(checkpoint.step)
-                if difference is None or not self._replay_step(*difference):
+                if (difference := read(checkpoint.step)) is None:
+                    return count, last
+                try:
+                    same = self.content.step(*difference)
+                except (LookupError, TypeError, ValueError) as error:  # do not raise: other ranks wait for this rank
+                    log.warning("cannot replay step %d: %s", difference[0]["step"], error)
+                    same = False
+                if not same:
                     return count, last
                 last = difference
-        return len(steps), last
-
-    def _replay_step(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Replay a step; returns whether weights and settings are then as recorded."""
-        try:
-            return self.content.step(header, tensors)
-        except (LookupError, TypeError, ValueError) as error:  # do not raise, because other ranks wait for this rank
-            log.warning("cannot replay step %d: %s", header["step"], error)
-            return False
+            return len(steps), last
+        finally:
+            phases[Phase.CAPTURE] = suspended
 
     def _finish(self, last: Found | None) -> None:
         """Load the states that were recorded at the last replayed step; a collective.
@@ -268,17 +263,6 @@ class Differences:
         if reason := next(filter(None, self.group.all_gather(reason)), ""):
             hint = "set checkpoint.tiered.differences = 0 to continue from the checkpoint before it"
             raise CheckpointError(f"a replayed step has states that do not fit this run: {reason}", hint=hint)
-
-    @contextmanager
-    def _no_capture(self) -> Iterator[None]:
-        """Context manager that suspends the functions of Phase.CAPTURE, which already ran when the replayed steps were
-        trained."""
-        phases = self.attachments.phases
-        suspended, phases[Phase.CAPTURE] = phases[Phase.CAPTURE], []
-        try:
-            yield
-        finally:
-            phases[Phase.CAPTURE] = suspended
 
     def begin(self) -> None:
         """Begin recording from the current state; called when a start of the run begins."""

@@ -134,8 +134,24 @@ class Ring:
 
     def cell(self, step: int, nbytes: int) -> Tensor | None:
         """Return the cell of a step, with a size of at least `nbytes`; None if host memory has no room for the ring
-        buffer."""
-        self._lay_out(nbytes)
+        buffer. If larger cells require a new layout of the file, its content is lost."""
+        fits = self._room is not None and nbytes <= self._size and self._count == self.cells
+        if self.refused or (fits and self._leased):
+            return self._cell(step)
+        if not fits:
+            self._size, self._count = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
+        if reason := self.lease(_PAGE + self.cells * self._size):
+            self.close(reason)
+            return None
+        self._leased = True
+        if not fits:  # otherwise the file of an earlier process already has the right layout
+            self._room = self.slot.room(f"{_KEY}-0", _PAGE + self.cells * self._size)
+            self._room[:_PAGE] = 0
+            for start in range(_PAGE, _PAGE + self.cells * self._size, self._size):
+                self._room[start : start + _CELL.size] = 0
+            described = _FILE.pack(MAGIC, 0, self.cells, self._size)
+            described = _FILE.pack(MAGIC, crc32(described), self.cells, self._size)
+            self._room[: len(described)] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
         return self._cell(step)
 
     def _cell(self, step: int) -> Tensor | None:
@@ -143,30 +159,6 @@ class Ring:
             return None
         start = _PAGE + step % self._count * self._size
         return self._room[start : start + self._size]
-
-    def _lay_out(self, nbytes: int) -> None:
-        """Make sure that cells have at least `nbytes` bytes. If this requires a new layout of the file, its content is
-        lost."""
-        fits = self._room is not None and nbytes <= self._size and self._count == self.cells
-        if self.refused or (fits and self._leased):
-            return
-        if not fits:
-            self._size, self._count = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
-        if reason := self.lease(_PAGE + self.cells * self._size):
-            self.close(reason)
-            return
-        self._leased = True
-        if fits:  # the file of an earlier process already has the right layout
-            return
-        self._room = self.slot.room(f"{_KEY}-0", _PAGE + self.cells * self._size)
-        self._room[:_PAGE] = 0
-        for step in range(self.cells):
-            cell = self._cell(step)
-            assert cell is not None
-            cell[: _CELL.size] = 0
-        described = _FILE.pack(MAGIC, 0, self.cells, self._size)
-        described = _FILE.pack(MAGIC, crc32(described), self.cells, self._size)
-        self._room[: len(described)] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
 
     def close(self, reason: str = "") -> None:
         """Remove the ring buffer's file. If `reason` is not empty, recording stops."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,22 +57,20 @@ def answers(requests: Iterable[str]) -> Iterator[str]:
     """
     for request in requests:
         path, *identity, nbytes, threads = json.loads(request)
+        answer: list[int] | str
         try:
-            yield json.dumps(_sums_of_file(path, identity, nbytes, threads))
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                if [status.st_dev, status.st_ino] != identity:
+                    raise OSError(f"`{path}` has been replaced by another file")
+                with mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
+                    answer = _sums(view, threads)
+            finally:
+                os.close(descriptor)
         except (OSError, ValueError) as error:  # ValueError: the file is shorter than the request
-            yield json.dumps(str(error))
-
-
-def _sums_of_file(path: str, identity: Any, nbytes: int, threads: int) -> list[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if [status.st_dev, status.st_ino] != identity:
-            raise OSError(f"`{path}` has been replaced by another file")
-        with mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
-            return _sums(view, threads)
-    finally:
-        os.close(descriptor)
+            answer = str(error)
+        yield json.dumps(answer)
 
 
 def _end_with(parent: int) -> None:

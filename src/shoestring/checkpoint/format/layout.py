@@ -117,7 +117,15 @@ def leaves_of(name: str, tensor: Tensor, holders: Sequence[int], order: ShardOrd
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return [Leaf(name, shape, whole(shape), tuple(holders), tensor)]
-    local, same, boxes = tensor.to_local().detach(), _same_box(tensor), boxes_of(name, tensor, order)
+    local, boxes = tensor.to_local().detach(), boxes_of(name, tensor, order)
+    # The same box is held by the ranks with this rank's coordinates on all mesh axes that shard the tensor.
+    mesh, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    index = tuple(
+        slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
+        for at, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    same = tuple(sorted(mesh[index].flatten().tolist()))
     if len(boxes) == 1:
         return [Leaf(name, shape, boxes[0][0], same, local)]
     outer = whole(local.shape)
@@ -215,20 +223,6 @@ def _chunk(runs: Sequence[Run], count: int, number: int) -> list[Run]:
             stretches.append((start + first, stop - first))
         at += size
     return stretches
-
-
-def _same_box(tensor: DTensor) -> tuple[int, ...]:
-    """Return the ranks that hold the same box of a DTensor as this rank.
-
-    These ranks have the same coordinate as this rank on every mesh axis that shards the tensor.
-    """
-    mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
-    assert place is not None
-    index = tuple(
-        slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
-        for at, placement in zip(place, tensor.placements, strict=True)
-    )
-    return tuple(sorted(mesh[index].flatten().tolist()))
 
 
 # -- who saves what ---------------------------------------------------------------------------------------------------

@@ -96,7 +96,16 @@ class Record:
             if body["format"] not in READS:
                 raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {READS}")
             parts = {name: _parse_entry(fields) for name, fields in body["parts"].items()}
-            return cls(_parse_checkpoint(body["generation"]), parts, _check_notes(body["notes"]))
+            checkpoint, notes = _parse_checkpoint(body["generation"]), body["notes"]
+            if not isinstance(notes, dict):
+                raise ValueError(f"its notes are {notes!r}, not a mapping")
+            # The notes on parity are used later without further checks.
+            ranks, lengths, marks = (
+                list(map(_count, _listed(notes.get(name, [])))) for name in ("ranks", "lengths", "marks")
+            )
+            if not len(ranks) == len(lengths) == len(marks) or len(set(ranks)) != len(ranks) or len(ranks) == 1:
+                raise ValueError(f"the parity of ranks {ranks} has {len(lengths)} lengths")
+            return cls(checkpoint, parts, notes)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"`{source}` is not the record of a checkpoint, or damaged: {error}") from error
 
@@ -134,17 +143,6 @@ def _parse_entry(fields: Mapping[str, Any]) -> Entry:
     if len(sums) != -(-nbytes // CHUNK):
         raise ValueError(f"{len(sums)} checksums for {nbytes} bytes")
     return Entry(file, nbytes, sums)
-
-
-def _check_notes(notes: Any) -> dict[str, Any]:
-    """Check the notes on parity (ranks, lengths and checksums), which are used later; returns all notes."""
-    if not isinstance(notes, dict):
-        raise ValueError(f"its notes are {notes!r}, not a mapping")
-    names = ("ranks", "lengths", "marks")
-    ranks, lengths, marks = (list(map(_count, _listed(notes.get(name, [])))) for name in names)
-    if not len(ranks) == len(lengths) == len(marks) or len(set(ranks)) != len(ranks) or len(ranks) == 1:
-        raise ValueError(f"the parity of ranks {ranks} has {len(lengths)} lengths")
-    return notes
 
 
 def _listed(value: Any) -> Sequence[Any]:

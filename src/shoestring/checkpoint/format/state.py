@@ -57,7 +57,14 @@ class PackedState:
         """
         tensors: dict[str, Tensor] = {}
         tree = json.dumps(encode(state, "", tensors))
-        return cls(tree, in_order({name: _plain(name, tensor) for name, tensor in tensors.items()}))
+        plain: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            try:
+                plain[name] = whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            except RuntimeError as error:  # sparse tensors and other layouts
+                raise CheckpointError(f"cannot write `{name}`: {reason_of(error)}") from error
+        return cls(tree, in_order(plain))
 
     @property
     def nbytes(self) -> int:
@@ -74,14 +81,6 @@ class PackedState:
 
     def _header(self, checksum: str) -> bytes:
         return header_of(self.tensors, {"tree": self.tree, "sum": checksum})
-
-
-def _plain(name: str, tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    try:
-        return whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    except RuntimeError as error:  # sparse tensors and other layouts
-        raise CheckpointError(f"cannot write `{name}`: {reason_of(error)}") from error
 
 
 def pack(state: Mapping[str, Any]) -> bytes:

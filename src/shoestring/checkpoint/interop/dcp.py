@@ -102,19 +102,17 @@ class _Pieces(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
         for name, value in self.state_dict.items():
-            if id(value) in self.stored:
-                items += self._chunks(name, self.stored[id(value)][1])
-            else:
+            if id(value) not in self.stored:
                 items += create_default_local_save_plan({name: value}, True).items
+                continue
+            _, stored = self.stored[id(value)]
+            for box, read in stored.cover():
+                chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+                self._reads[name, box.offset] = read
+                data = TensorWriteData(chunk, TensorProperties(dtype=stored.dtype), torch.Size(stored.shape))
+                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
-
-    def _chunks(self, name: str, stored: Stored) -> Iterator[WriteItem]:
-        for box, read in stored.cover():
-            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            self._reads[name, box.offset] = read
-            data = TensorWriteData(chunk, TensorProperties(dtype=stored.dtype), torch.Size(stored.shape))
-            yield WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:
@@ -141,7 +139,15 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         metadata = _state(inert(read_regular(path, LIMIT), str(path)), f"{_OF_DCP}Metadata")
         entries: Mapping[str, Any] = metadata["state_dict_metadata"]
-        places = {_key(index): _place(info) for index, info in metadata["storage_data"].items()}
+        places: dict[Key, Place] = {}
+        for index, info in metadata["storage_data"].items():
+            key, storage = _key(index), _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+            if storage.get("transform_descriptors"):
+                raise ValueError("its files are compressed or encrypted")
+            file, (offset, length) = storage["relative_path"], _numbers((storage["offset"], storage["length"]))
+            if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
+                raise ValueError(f"{repr(file)} is not the name of a file in its folder")
+            places[key] = file, offset, length
         # Tensors must not share bytes, because tensors that share bytes could be many times as large as the files.
         for (file, start, length), (next_file, following, _) in itertools.pairwise(sorted(set(places.values()))):
             if file == next_file and start + length > following:
@@ -188,16 +194,6 @@ def _key(index: Any) -> Key:
     fields = _state(index, f"{_OF_DCP}MetadataIndex")
     offset = fields.get("offset")  # torch omits an offset of None, the default
     return fields["fqn"], None if offset is None else _size(offset)
-
-
-def _place(info: Any) -> Place:
-    fields = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
-    if fields.get("transform_descriptors"):
-        raise ValueError("its files are compressed or encrypted")
-    name, (offset, length) = fields["relative_path"], _numbers((fields["offset"], fields["length"]))
-    if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", "..") or "\0" in name:
-        raise ValueError(f"{repr(name)} is not the name of a file in its folder")
-    return name, offset, length
 
 
 def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], budget: Iterator[int]) -> Any:
@@ -369,20 +365,14 @@ def renamed(states: Mapping[str, Any], model: str, optimizer: str) -> dict[str, 
     rest = {name: state for name, state in states.items() if name not in (model, optimizer, "model", "optimizer")}
     job = {"model": states[model], **{name: state for name, state in rest.items() if name == "progress"}}
     if isinstance(states.get(optimizer), dict):
-        job["optimizer"] = _numbered({"state": {}, **states[optimizer]})
+        state = {"state": {}, **states[optimizer]}
+        groups = state.get("param_groups")
+        dicts = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+        if any(type(key) is int for group in dicts for key in group.get("params", ())):
+            # Flattening has turned the parameter numbers, which are the keys of the optimizer's state, into strings.
+            state["state"] = {int(key): value for key, value in state["state"].items()}
+        job["optimizer"] = state
     return job
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the keys of an optimizer's state from strings, which flattening has produced, back to parameter
-    numbers."""
-    groups = state.get("param_groups")
-    listed = (
-        [group.get("params", ()) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    )
-    if not any(type(key) is int for params in listed for key in params):
-        return state
-    return state | {"state": {int(key): value for key, value in state["state"].items()}}
 
 
 def with_step(states: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int]:

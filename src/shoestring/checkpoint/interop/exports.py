@@ -256,23 +256,18 @@ def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path
     draft = Draft.of(pieces, about | {"trees": {"shared": trees, "own": {}}})
     try:
         disk.files.folder(disk.aside(checkpoint))
-        entry = _fill(disk, draft, disk.aside(checkpoint) / f"{PRIVATE}-0.safetensors")
+        path = disk.aside(checkpoint) / f"{PRIVATE}-0.safetensors"
+        disk.files.write(path, b"", durable=False)
+        with path.open("r+b") as file:  # memory-mapped, so that at most one tensor is in memory at a time
+            os.posix_fallocate(file.fileno(), 0, draft.nbytes)
+            room = mapped(file, draft.nbytes, writable=True)
+            draft.fill(room)
+            os.fsync(file.fileno())
+        entry = Entry(path.name, draft.nbytes, tuple(sums(room)))
         disk.files.sync(disk.aside(checkpoint))
-        disk.commit(
-            Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True})
-        )  # with `last`, resuming does not count as a failure
+        # With `last`, resuming does not count as a failure.
+        disk.commit(Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True}))
     except BaseException:
         disk.abort(checkpoint)
         raise
     return disk.folder / checkpoint.name
-
-
-def _fill(disk: Disk, draft: Draft, path: Path) -> Entry:
-    """Write a part by memory-mapping its file, so that at most one tensor is in memory at a time."""
-    disk.files.write(path, b"", durable=False)
-    with path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, draft.nbytes)
-        room = mapped(file, draft.nbytes, writable=True)
-        draft.fill(room)
-        os.fsync(file.fileno())
-    return Entry(path.name, draft.nbytes, tuple(sums(room)))

@@ -101,7 +101,14 @@ class Attempts:
     def _reported(self) -> Iterator[None]:
         """Context manager that makes a crash of this process write a report to a file; the file is removed at the
         end."""
-        if self.folder is None or (report := self._create_report(self.folder / f"{CRASH}{self.group.rank}")) is None:
+        report: IO[bytes] | None = None
+        if self.folder is not None:
+            path = self.folder / f"{CRASH}{self.group.rank}"
+            with suppress(OSError):  # without a report, a crash is not counted
+                self.files.unlink(path)
+                self.files.write(path, b"", durable=False)
+                report = path.open("r+b")
+        if report is None:
             yield
             return
         enabled = faulthandler.is_enabled()
@@ -116,15 +123,6 @@ class Attempts:
             report.close()
             with suppress(OSError):
                 self.files.unlink(Path(report.name))
-
-    def _create_report(self, path: Path) -> IO[bytes] | None:
-        """Create and open the file for a crash report; returns None if this fails."""
-        try:
-            self.files.unlink(path)
-            self.files.write(path, b"", durable=False)
-            return path.open("r+b")
-        except OSError:
-            return None
 
 
 def _marks(folder: Path) -> list[Path]:

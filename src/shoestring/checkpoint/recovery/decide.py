@@ -129,7 +129,13 @@ def decide(available: Available, history: History | None, wish: Wish, facts: Res
         history: the history in the folder of checkpoints; None if it is missing or damaged.
     """
     if history is None and wish.auto:
-        history = _reconstruct_history(available.offers, facts.history_damaged)
+        # Reconstruct a lost or damaged history from the run's checkpoints. A damaged history shows that a start of the
+        # run has begun in this folder and has removed other runs' checkpoints from memory. Without any history,
+        # checkpoints in memory are used only if their run also has a checkpoint on disk.
+        runs = {offer.checkpoint.run for offer in available.offers if offer.level == DISK}
+        own = [offer for offer in available.offers if facts.history_damaged or offer.checkpoint.run in runs]
+        if any(offer.level == MEMORY for offer in own):
+            history = History.of_what_is_there([offer.checkpoint for offer in own])
     one_file = 0 if available.unseen else max((files.undamaged for files in available.one_files), default=0)
     usable, candidates, left = list[Offer](), dict[CheckpointId, list[Offer]](), list[tuple[Offer, str]]()
     for offer in available.offers:
@@ -270,18 +276,6 @@ def _refusal(
             hint=f"`shoestring checkpoint verify {disk}` says why; or start in another folder (--run.folder NEW)",
         )
     return None
-
-
-def _reconstruct_history(offers: Sequence[Offer], damaged: bool) -> History | None:
-    """Reconstruct a lost or damaged history from the run's checkpoints; returns None if no checkpoint is in memory. A
-    damaged history shows that a start of the run has begun in this folder and has removed other runs' checkpoints from
-    memory. Without any history, checkpoints in memory are used only if their run also has a checkpoint on disk.
-    """
-    runs = {offer.checkpoint.run for offer in offers if offer.level == DISK}
-    own = [offer for offer in offers if damaged or offer.checkpoint.run in runs]
-    if not any(offer.level == MEMORY for offer in own):
-        return None
-    return History.of_what_is_there([offer.checkpoint for offer in own])
 
 
 def _ended(offers: Iterable[Offer]) -> bool:

@@ -17,8 +17,7 @@ from shoestring.checkpoint.recovery.attempts import judge, read_marks
 from shoestring.checkpoint.recovery.decide import NotTaken, ResumeFacts, ResumePlan, decide
 from shoestring.checkpoint.recovery.offers import DISK, MEMORY, Available, Wish, gather
 from shoestring.checkpoint.recovery.reader import Damage, Reader
-from shoestring.checkpoint.tiers.claim import LOCK
-from shoestring.checkpoint.tiers.file_acts import Lock
+from shoestring.checkpoint.tiers.claim import is_locked
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
@@ -82,7 +81,12 @@ class Explanation:
             )
         if self.in_use:
             yield "The run is in progress: until it has ended, a new start is refused. Newer checkpoints may come."
-        not_taken = [_describe(left, plan.step) for left in plan.not_taken]
+        not_taken = []
+        for left in plan.not_taken:
+            checkpoint, reason = left.checkpoint, left.reason
+            if checkpoint.step > plan.step and reason.startswith("incomplete") and checkpoint.ranks > checkpoint.local:
+                reason += "; it is used if other hosts have them"
+            not_taken.append(f"step {checkpoint.step}, {_where(left)}: {reason}")
         not_taken += [f"`{name}`, on disk: damaged: its manifest cannot be read" for name in self.available.unusable]
         if plan.action != "load one file":
             for files in self.available.one_files:
@@ -118,7 +122,7 @@ def explain(disk: Path, memory: Path) -> Explanation:
             break
         facts = facts.after(checkpoint, damaged, misfit)
         plan = decide(available, history, wish, facts)
-    return Explanation(plan, available, _replayed(plan), _in_use(disk))
+    return Explanation(plan, available, _replayed(plan), is_locked(disk))
 
 
 def _verify(plan: ResumePlan) -> tuple[Damage, str]:
@@ -160,27 +164,6 @@ def _replayed(plan: ResumePlan) -> int:
     while steps and all(last + 1 in recorded for recorded in steps.values()):
         last += 1
     return last
-
-
-def _in_use(disk: Path) -> bool:
-    """Whether a process holds the lock of a folder of checkpoints."""
-    if not (disk / LOCK).exists():
-        return False
-    try:
-        lock = Lock.of(disk / LOCK)
-    except OSError:
-        return True
-    if lock is not None:
-        lock.release()
-    return lock is None
-
-
-def _describe(left: NotTaken, planned: int) -> str:
-    """Return a text that says where unused files are, and why they are not used."""
-    checkpoint, reason = left.checkpoint, left.reason
-    if checkpoint.step > planned and reason.startswith("incomplete") and checkpoint.ranks > checkpoint.local:
-        reason += "; it is used if other hosts have them"
-    return f"step {checkpoint.step}, {_where(left)}: {reason}"
 
 
 def _where(left: NotTaken) -> str:

@@ -227,6 +227,19 @@ def newest(group: RankGroup, folder: Path | None) -> tuple[History | None, bool]
     return known, known is None and any(damaged for _, damaged in gathered)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder of checkpoints; also if the lock cannot be opened."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        lock = Lock.of(folder / LOCK)
+    except OSError:
+        return True
+    if lock is not None:
+        lock.release()
+    return lock is None
+
+
 def _in_use(folder: Path, error: BlockingIOError) -> list[str]:
     """Return the message and hint of the error for a folder that another process has locked."""
     process = str(error.strerror).rpartition(" ")[0] or str(error.strerror)

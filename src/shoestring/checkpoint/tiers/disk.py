@@ -88,10 +88,21 @@ class Disk:
         self.guard()
         self.files.rename(aside, final)
         self.files.sync(self.folder)
-        self._root()
+        if not self._rooted:  # once, so that no folder on the path to the checkpoints is lost in a power failure
+            for above in self.folder.absolute().parents:
+                with suppress(OSError):  # this user may not be allowed to open some folders
+                    self.files.sync(above)
+            self._rooted = True
+        latest = self.folder / LATEST
         with suppress(OSError):
-            if self._may_point():
-                self.files.replace(self.folder / LATEST, final.name.encode(), durable=False)
+            try:
+                ours = not latest.is_symlink() and bool(
+                    NAME.fullmatch(read_regular(latest, 200).decode(errors="replace"))
+                )
+            except FileNotFoundError:
+                ours = True
+            if ours:  # another program may have a file of the same name
+                self.files.replace(latest, final.name.encode(), durable=False)
         with suppress(OSError):
             self.clean()
 
@@ -106,27 +117,6 @@ class Disk:
         there = Record.read(path)
         self.guard()
         self.files.replace(path, Record(there.checkpoint, there.parts, {**there.notes, **record.notes}).dumps())
-
-    def _may_point(self) -> bool:
-        """Whether the file `latest` may be written: the file is missing, or was written by this package and not by
-        another program."""
-        path = self.folder / LATEST
-        if path.is_symlink():
-            return False
-        try:
-            return bool(NAME.fullmatch(read_regular(path, 200).decode(errors="replace")))
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-
-    def _root(self) -> None:
-        """Sync all parent folders once, so that no folder on the path to the checkpoints is lost in a power failure."""
-        if not self._rooted:
-            for above in self.folder.absolute().parents:
-                with suppress(OSError):  # this user may not be allowed to open some folders
-                    self.files.sync(above)
-            self._rooted = True
 
     def abort(self, checkpoint: CheckpointId) -> None:
         """Remove a checkpoint that could not be written completely."""

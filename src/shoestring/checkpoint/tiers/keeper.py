@@ -218,8 +218,15 @@ class Keeper:
         if self.claim.unrecorded:
             self.standing.lacks(DISK, self.claim.unrecorded)
             return
-        if self.standing.safe[DISK] == checkpoint.step and self._noted(record):
-            return
+        if self.standing.safe[DISK] == checkpoint.step:  # the training loop ended directly after a checkpoint
+            reason = ""
+            if self.claim.commits:
+                try:
+                    self.disk.note(record)
+                except (OSError, CheckpointError) as error:
+                    reason = str(error)
+            if not self._any(reason):  # only notes had to be added
+                return
         kinds = (PRIVATE, SHARE) if self.claim.shared else (PRIVATE, SHARE, REST)
         parts = slot.parts(kinds)
         with span("persist", "disk", sum(map(len, parts.values()))):
@@ -235,18 +242,6 @@ class Keeper:
             self.standing.safe[DISK] = checkpoint.step
         self.standing.lacks(DISK, reason)
         self.schedule.took(DISK, time.perf_counter() - began)
-
-    def _noted(self, record: Record) -> bool:
-        """Add notes to the checkpoint of this step, which is already on disk; returns whether all ranks succeeded. This
-        happens if the training loop ends directly after a checkpoint.
-        """
-        reason = ""
-        if self.claim.commits:
-            try:
-                self.disk.note(record)
-            except (OSError, CheckpointError) as error:
-                reason = str(error)
-        return not self._any(reason)
 
     def _commit(self, record: Record, parts_of_ranks: list[Mapping[str, Any]]) -> str:
         """Commit a checkpoint that all ranks have written; returns on all ranks an empty string or the reason of a

@@ -111,24 +111,8 @@ def encode(group: RankGroup, parity: ParitySet, part: Tensor, slot: Slot, checkp
     room.zero_()
     others = [rank for rank in parity.ranks if rank != group.rank]
     outgoing = {rank: part[slice(*parity.span(group.rank, rank))] for rank in others}
-    widths = {rank: parity.span(rank, group.rank) for rank in others}
-    damaged = _xor_in(group, room, outgoing, {rank: stop - start for rank, (start, stop) in widths.items()})
-    for rank, sources in enumerate(group.all_gather(sorted(damaged))):
-        if sources:
-            raise ConnectionError(f"data that rank {sources[0]} sent to rank {rank} arrived damaged")
-    return slot.seal(checkpoint, {name: list(values) for name, values in vars(parity).items()})
-
-
-def _xor_in(group: RankGroup, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> set[int]:
-    """Exchange data in messages of `PIECE` bytes, and XOR the received data into `room`.
-
-    Args:
-        outgoing: maps a rank to the data that is sent to it.
-        widths: maps a rank to the number of bytes that it sends to this rank.
-
-    Returns:
-        The ranks whose data arrived damaged.
-    """
+    spans = {rank: parity.span(rank, group.rank) for rank in others}
+    widths = {rank: stop - start for rank, (start, stop) in spans.items()}
     damaged = set[int]()
     longest = max((*widths.values(), *map(len, outgoing.values())), default=0)
     buffers = {rank: torch.empty(min(PIECE, width), dtype=torch.uint8) for rank, width in widths.items()}
@@ -138,7 +122,10 @@ def _xor_in(group: RankGroup, room: Tensor, outgoing: dict[int, Tensor], widths:
         damaged |= group.exchange(sends, list(arriving.items()))
         for data in arriving.values():
             xor_(room[start : start + len(data)], data)
-    return damaged
+    for rank, sources in enumerate(group.all_gather(sorted(damaged))):
+        if sources:
+            raise ConnectionError(f"data that rank {sources[0]} sent to rank {rank} arrived damaged")
+    return slot.seal(checkpoint, {name: list(values) for name, values in vars(parity).items()})
 
 
 def xor_(target: Tensor, data: Tensor) -> None:

@@ -86,11 +86,19 @@ class Saver:
                 continue
             if entry.across == "shard" or world.first:  # all ranks must call `pack`, which gathers shards
                 shared[name] = state
-            if buffers := {key: state[key] for key in buffer_names(entry.state) if isinstance(state.get(key), Tensor)}:
+            names = buffer_names(entry.state)
+            if buffers := {key: state[key] for key in names if isinstance(state.get(key), Tensor)}:
                 own_part["buffers"][name] = buffers
         gathered = [unpack(data) for data in world.gather(pack(own_part))] if world.size > 1 else [own_part]
         head: dict[str, Any] = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
-        differing = [_differing(gathered[0]["buffers"], part["buffers"]) for part in gathered]
+        first = gathered[0]["buffers"]
+        differing = []  # for each rank: name of a state -> name of a buffer -> buffer
+        for part in gathered:
+            changed = {
+                name: {key: value for key, value in of_state.items() if not torch.equal(value, first[name][key])}
+                for name, of_state in part["buffers"].items()
+            }
+            differing.append({name: of_state for name, of_state in changed.items() if of_state})
         if any(differing):
             head["buffers"] = differing
         own = [part["own"] for part in gathered] if own_part["own"] else []
@@ -108,25 +116,21 @@ class Saver:
                 f"cannot save `{path}` ({figures.size(packed.nbytes)}): {error.strerror or error}",
                 hint="earlier checkpoints are intact; free space, then resume",
             ) from error
+        # Delete all but the newest `keep` checkpoints. Checkpoints of steps after this one are damaged or abandoned, so
+        # "auto" does not resume from them. They are deleted only if this start of the run has restored a checkpoint;
+        # otherwise they may belong to another run.
         with suppress(OSError):
-            self._delete(path)
-
-    def _delete(self, newest: Path) -> None:
-        """Delete all but the newest `keep` checkpoints. Checkpoints of steps after `newest` are damaged or abandoned,
-        so "auto" does not resume from them. These checkpoints are deleted only if this start of the run has restored a
-        checkpoint; otherwise they may belong to another run.
-        """
-        present, newest_on_line = saves(self.folder), _newest(self.folder)
-        later = [path for path in present if _step(path) > min(_step(newest), newest_on_line) and path != newest]
-        if later and not self._restored:
-            write_atomic(self.folder / NEWEST, str(_step(newest)).encode())
-            later = []
-        earlier = [path for path in present if path.name < newest.name and path not in later]
-        left = [path for path in self.folder.glob(".step-*.tmp") if _LEFT.fullmatch(path.name)]
-        for path in (*later, *earlier[self.keep - 1 :], *left):
-            path.unlink(missing_ok=True)
-        if self._restored:
-            (self.folder / NEWEST).unlink(missing_ok=True)
+            present, newest_on_line = saves(self.folder), _newest(self.folder)
+            later = [saved for saved in present if _step(saved) > min(_step(path), newest_on_line) and saved != path]
+            if later and not self._restored:
+                write_atomic(self.folder / NEWEST, str(_step(path)).encode())
+                later = []
+            earlier = [saved for saved in present if saved.name < path.name and saved not in later]
+            left = [aside for aside in self.folder.glob(".step-*.tmp") if _LEFT.fullmatch(aside.name)]
+            for old in (*later, *earlier[self.keep - 1 :], *left):
+                old.unlink(missing_ok=True)
+            if self._restored:
+                (self.folder / NEWEST).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,13 @@ class Restorer:
             Whether a checkpoint was loaded; False is possible only for "auto".
         """
         world = self.world
-        owner = self._owner() if where == "auto" else 0
+        owner = 0
+        if where == "auto":
+            # The host with the newest checkpoint need not be the first host: each host may have its own disk, and a
+            # restart may change the order of hosts.
+            newest_here = continued(self.folder)[:1] if world.local_rank == 0 else []
+            newest = world.gather("".join(path.name for path in newest_here).encode())
+            owner = newest.index(max(newest))
         path, data = world.agree(lambda: self._read(where) if world.rank == owner else (None, b""))
         source = os.fsdecode(world.broadcast(os.fsencode(path or ""), owner))
         if not source:
@@ -165,15 +175,6 @@ class Restorer:
                 except Exception as error:  # a user's `load_state_dict` may raise any error
                     raise misfit(f"`{source}`", name, reason_of(error)) from error
         return True
-
-    def _owner(self) -> int:
-        """Return the rank whose host has the newest checkpoint. This rank need not be the first rank: each host may
-        have its own disk, and a restart may change the order of hosts.
-        """
-        world = self.world
-        newest_here = continued(self.folder)[:1] if world.local_rank == 0 else []
-        newest = world.gather("".join(path.name for path in newest_here).encode())
-        return newest.index(max(newest))
 
     def _read(self, where: str) -> tuple[Path | None, bytes]:
         """Read the newest undamaged checkpoint; returns its path and content. If there is no such checkpoint, the
@@ -260,18 +261,6 @@ def none_in(where: str) -> CheckpointError:
     """Build the error for a path from which the user wants to resume, but which has no checkpoint."""
     hint = "name the folder of a run's checkpoints, or one of them"
     return CheckpointError(f"`{where}` holds no checkpoint", hint=hint)
-
-
-def _differing(
-    first: Mapping[str, Mapping[str, Tensor]], buffers: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
-    """Return the buffers of a rank that differ from the first rank's buffers, as a nested mapping from the state's name
-    and the buffer's name."""
-    differing = {
-        name: {key: value for key, value in of_state.items() if not torch.equal(value, first[name][key])}
-        for name, of_state in buffers.items()
-    }
-    return {name: of_state for name, of_state in differing.items() if of_state}
 
 
 def _checked(content: dict[str, Any], path: Path | str) -> dict[str, Any]:

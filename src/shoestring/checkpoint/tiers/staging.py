@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, TypeVar
@@ -276,7 +276,9 @@ class Stager:
         Raises:
             CheckpointError: a state cannot be saved.
         """
-        with _no_collecting():
+        enabled = gc.isenabled()
+        gc.disable()  # a collection takes 0.1 s, and the thousands of short-lived objects made here would trigger some
+        try:
             content = Content(states)
             if self._frame is None or self._frame.outline != content.outline:
                 self._frame = Frame(content, self.world)
@@ -284,6 +286,9 @@ class Stager:
             # Free these objects before garbage collection is enabled again. Objects that survive a garbage collection
             # move to an older generation, which makes a full collection happen sooner.
             del content
+        finally:
+            if enabled:
+                gc.enable()
         return drafts
 
     def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
@@ -376,8 +381,16 @@ class Stager:
         """
         if self._stream is None:
             self._stream, self._reading = torch.cuda.Stream(), torch.cuda.Stream()
-        for room in slot.parts(KINDS).values():
-            self._pin(room)
+        for view in slot.parts(KINDS).values():
+            room = view.untyped_storage()
+            if room.data_ptr() in self._pinned:
+                continue
+            if not int(_cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)):
+                self._pinned[room.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(room)
+                continue
+            self._pinned[room.data_ptr()] = None  # for example, a file on a disk; copies to it are slower
+            with suppress(RuntimeError):  # clears the CUDA error, which a later kernel would otherwise raise
+                torch.ones(1, device=self.world.device)
         stepped = torch.cuda.current_stream().record_event()
 
         def issue() -> None:  # not on the training thread, because there may be thousands of copies
@@ -392,30 +405,6 @@ class Stager:
 
         self._copying = self._copier.submit(issue)
         self._copied = self._copier.submit(landed)
-
-    def _pin(self, view: Tensor) -> None:
-        room = view.untyped_storage()
-        if room.data_ptr() in self._pinned:
-            return
-        if not int(_cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)):
-            self._pinned[room.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(room)
-            return
-        self._pinned[room.data_ptr()] = None  # for example, a file on a disk; copies to it are slower
-        with suppress(RuntimeError):  # clears the CUDA error, which a later kernel would otherwise raise
-            torch.ones(1, device=self.world.device)
-
-
-@contextmanager
-def _no_collecting() -> Iterator[None]:
-    """Context manager that turns garbage collection off, because a collection takes 0.1 s and is triggered by thousands
-    of short-lived objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _mark() -> Any:

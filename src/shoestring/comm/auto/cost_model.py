@@ -153,19 +153,15 @@ class PricedExchange:
         for index, part in enumerate(sorted(range(len(parts)), key=lambda part: (parts[part].ready, part))):
             cohort, cost = parts[part], self.costs[min(part, len(self.costs) - 1)]
             channel = f"channel {index % self.channels}"
-            scatter, gather = self._price_torus(cluster, cohort, channel)
-            first, *rest = [*scatter, *self._price_codec(cluster, cost, cohort, channel), *gather]
+            cohort_tasks = [*self._price_codec(cluster, cost, cohort, channel)]
+            if self.shard > 1:  # a torus: a reduce-scatter before and an all-gather after, inside of each host
+                ring = cluster.collective("all-reduce", self.inner)
+                half = (ring.latency + (cohort.stop - cohort.start) / ring.bandwidth) / 2  # of an all-reduce
+                cohort_tasks.insert(0, Task("reduce-scatter", "copy", half, channel))
+                cohort_tasks.append(Task("all-gather", "copy", half, channel))
+            first, *rest = cohort_tasks
             tasks += [replace(first, after=(cohort.ready,)), *rest]
         return simulate([*tasks, *finish_step(trace, len(tasks))], cluster.slowdown)
-
-    def _price_torus(self, cluster: Cluster, cohort: PricedCohort, channel: str) -> tuple[list[Task], list[Task]]:
-        """Build the tasks of reduce-scatter and all-gather inside a host; each takes half the time of an all-reduce.
-        Both lists are empty without a torus."""
-        if self.shard == 1:
-            return [], []
-        ring = cluster.collective("all-reduce", self.inner)
-        seconds = (ring.latency + (cohort.stop - cohort.start) / ring.bandwidth) / 2
-        return [Task("reduce-scatter", "copy", seconds, channel)], [Task("all-gather", "copy", seconds, channel)]
 
     def _price_codec(self, cluster: Cluster, cost: CodecCost, cohort: PricedCohort, channel: str) -> Iterator[Task]:
         """Yield the tasks of a cohort: computation, latency and transfer of each stage, then computation after the last

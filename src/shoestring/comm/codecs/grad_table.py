@@ -22,14 +22,10 @@ BLOCK, WARPS = 2048, 4  # entries per program (all of one tensor), and warps per
 ROWS = 16  # blocks that one Triton program reads when it collects marked entries
 
 
+@cache
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton kernels can run on this device."""
-    return device.type == "cuda" and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def takes(tensors: Iterable[Tensor]) -> bool:

@@ -118,7 +118,14 @@ def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: Ex
         raise ConfigError(
             f"{join_names(gone)} was removed from the model after `{name}` was attached", hint=f"attach `{name}` again"
         )
-    grads = {key: _get_gradient(trained.get(key), tensor) for key, tensor in tensors.items()}
+    grads: dict[str, Tensor] = {}  # this rank's shards
+    for key, tensor in tensors.items():
+        if (parameter := trained.get(key)) is None:  # frozen
+            grads[key] = torch.zeros_like(local_shard(tensor))
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grads[key] = local_shard(parameter.grad)
     dense = {key: in_memory_order(grad, like=local_shard(tensors[key])) for key, grad in grads.items()}
     coordinator.exchange(dense)
     for key, grad in grads.items():
@@ -126,16 +133,6 @@ def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: Ex
             coordinator.return_to_residual(key, dense[key])
         elif grad.data_ptr() != dense[key].data_ptr():
             grad.copy_(dense[key].as_strided(grad.shape, local_shard(tensors[key]).stride()))
-
-
-def _get_gradient(trained: Tensor | None, before: Tensor) -> Tensor:
-    """This rank's shard of a parameter's gradient, created as zeros if there is none. Frozen parameters (`trained` is
-    None) get zeros too."""
-    if trained is None:
-        return torch.zeros_like(local_shard(before))
-    if trained.grad is None:
-        trained.grad = torch.zeros_like(trained)
-    return local_shard(trained.grad)
 
 
 class _ExchangeMetrics:

@@ -26,7 +26,7 @@ from torch import Tensor
 from shoestring._torch import foreach_mul_
 from shoestring.comm.codecs.codec import Codec, ExchangeContext, Grads
 from shoestring.comm.exchange.route import Route
-from shoestring.comm.exchange.wire import Stages, exhaust, naming_failures
+from shoestring.comm.exchange.wire import exhaust, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.core.trace import span
@@ -113,25 +113,21 @@ class Channel:
         error = None
         try:
             with naming_failures(str(cohort)):
-                cohort.averaged = yield from self._average(cohort)
+                # Without the loss scale, which may change while residuals are stored.
+                scale, grads = self.scale(), list(cohort.grads.values())
+                if scale != 1:
+                    foreach_mul_(grads, 1 / scale)
+                keep = partial(setattr, cohort, "answers") if cohort.keeps else None
+                averaged = yield from self.route.stages(self.codec, cohort.grads, cohort.step, keep)
+                if scale != 1:
+                    foreach_mul_(grads, scale)
+                cohort.averaged = averaged
         except Exception as caught:
             error = caught
         for work in cohort.after:
             work(error)
         if error is not None:
             raise error
-
-    def _average(self, cohort: Cohort) -> Stages:
-        """Average a cohort's gradients without the loss scale, because the scale may change while residuals are
-        stored."""
-        scale, grads = self.scale(), list(cohort.grads.values())
-        if scale != 1:
-            foreach_mul_(grads, 1 / scale)
-        keep = partial(setattr, cohort, "answers") if cohort.keeps else None
-        averaged = yield from self.route.stages(self.codec, cohort.grads, cohort.step, keep)
-        if scale != 1:
-            foreach_mul_(grads, scale)
-        return averaged
 
 
 class Coordinator:

@@ -110,11 +110,22 @@ class Fragment:
 
     def to_saved(self, flat: Tensor) -> dict[str, Tensor]:
         """Split a flat tensor into tensors for a checkpoint, sharded like the parameters."""
-        return {name: _shard_like(part, self.parameters[name]) for name, part in self.split_named(flat).items()}
+        saved = self.split_named(flat)
+        for name, parameter in self.parameters.items():
+            if isinstance(parameter, DTensor):
+                mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+                saved[name] = DTensor.from_local(saved[name], mesh, placements, shape=parameter.shape, stride=stride)
+        return saved
 
     def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
         """Copy saved tensors into `flat`; the inverse of `to_saved`."""
-        parts = [_own_shard(saved[name], parameter) for name, parameter in self.parameters.items()]
+        parts = []  # this rank's shards
+        for name, parameter in self.parameters.items():
+            part = saved[name]
+            if isinstance(parameter, DTensor):
+                whole, mesh = part.to(parameter.device), parameter.device_mesh
+                part = local_shard(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
+            parts.append(part)
         foreach_copy_(split_like(flat, self.weights), parts)
 
 
@@ -139,19 +150,3 @@ class FlatPool:
     def give_back(self, flats: Sequence[Tensor]) -> None:
         """Return tensors obtained from `take` to the pool, once nothing reads them any more."""
         self._free += [flat if flat._base is None else flat._base for flat in flats]
-
-
-def _shard_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Wrap this rank's shard as a DTensor if the parameter is a DTensor."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
-def _own_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of a whole tensor if the parameter is a DTensor; else the whole tensor."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    whole = whole.to(parameter.device)
-    return local_shard(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))

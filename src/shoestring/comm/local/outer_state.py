@@ -95,7 +95,13 @@ class SharedState:
         fragments = self.outer.fragments
         anchors = [fragment.to_saved(fragment.anchor) for fragment in fragments]
         velocities = [fragment.to_saved(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
-        flights = [self._save(merge) for merge in self.outer.pending if not any_failed(merge.status.result())]
+        flights = []
+        for merge in self.outer.pending:
+            if any_failed(merge.status.result()):
+                continue
+            means = [fragments[i].to_saved(mean) for i, mean in zip(merge.fragments, merge.means, strict=True)]
+            head = {"fragments": merge.fragments, "due": merge.due, "plain": merge.plain}
+            flights.append({**head, "means": means, "buffers": merge.buffers, "told": merge.status.result()})
         joined = {"anchor": _join(anchors), "velocity": _join(velocities)}
         averaged_for = self.outer.attachments.optimizer.param_groups[0].get(AVERAGED_FOR, 1)
         return {**joined, "flights": flights, "equal": self.outer.equal, AVERAGED_FOR: averaged_for}
@@ -111,12 +117,6 @@ class SharedState:
         if (moments := self.outer.moments) is not None:
             for group in self.outer.attachments.optimizer.param_groups:  # earlier versions did not save this key
                 group[AVERAGED_FOR] = state_dict.get(AVERAGED_FOR, moments.replicas)
-
-    def _save(self, merge: PendingMerge) -> dict[str, Any]:
-        means = zip(merge.fragments, merge.means, strict=True)
-        named = [self.outer.fragments[i].to_saved(mean) for i, mean in means]
-        head = {"fragments": merge.fragments, "due": merge.due, "plain": merge.plain}
-        return {**head, "means": named, "buffers": merge.buffers, "told": merge.status.result()}
 
     def _restore(self, saved: dict[str, Any]) -> PendingMerge:
         fragments = [self.outer.fragments[i] for i in saved["fragments"] if i < len(self.outer.fragments)]

@@ -125,7 +125,23 @@ class LocalSteps(Feature):
 
     def check(self, attachments: Attachments) -> None:
         check_types(self, attachments)
-        self._check_numbers()
+
+        def require(name: str, holds: bool, what: str) -> None:
+            if not holds:
+                raise ConfigError(f"`{self.name}.{name}` must {what}, got {getattr(self, name)}")
+
+        require("every", self.every >= 1, "be at least 1")
+        longer = f"be 0 or at least `every` ({self.every})"
+        require("final_every", self.final_every == 0 or self.final_every >= self.every, longer)
+        require("start", self.start >= 0, "not be negative")
+        require("fragments", 1 <= self.fragments <= self.every, f"lie between 1 and `every` ({self.every})")
+        require("delay", 0 <= self.delay < self.every, f"lie between 0 and `every` - 1 ({self.every - 1})")
+        require("own_weight", 0 <= self.own_weight <= 1, "lie between 0 and 1")
+        mixes = self.late_merge == "mix" or self.own_weight == type(self).own_weight
+        require("own_weight", mixes, 'be left out without late_merge = "mix"')
+        lr, momentum, _ = self.outer
+        if not (lr > 0 and 0 <= momentum < 1):
+            raise ConfigError(f"`{self.name}` needs an outer_lr above 0 and an outer_momentum in [0, 1)")
         self.check_scaler(attachments.scaler, attachments.world)  # the loss scaler of the user's training loop
         if set(self.over) & set(attachments.replicas):
             raise ConfigError(
@@ -156,24 +172,6 @@ class LocalSteps(Feature):
             raise ConfigError(
                 f"`{self.name}.fragments` must be at most {most}, the groups of this model, got {self.fragments}"
             )
-
-    def _check_numbers(self) -> None:
-        def require(name: str, holds: bool, what: str) -> None:
-            if not holds:
-                raise ConfigError(f"`{self.name}.{name}` must {what}, got {getattr(self, name)}")
-
-        require("every", self.every >= 1, "be at least 1")
-        longer = f"be 0 or at least `every` ({self.every})"
-        require("final_every", self.final_every == 0 or self.final_every >= self.every, longer)
-        require("start", self.start >= 0, "not be negative")
-        require("fragments", 1 <= self.fragments <= self.every, f"lie between 1 and `every` ({self.every})")
-        require("delay", 0 <= self.delay < self.every, f"lie between 0 and `every` - 1 ({self.every - 1})")
-        require("own_weight", 0 <= self.own_weight <= 1, "lie between 0 and 1")
-        mixes = self.late_merge == "mix" or self.own_weight == type(self).own_weight
-        require("own_weight", mixes, 'be left out without late_merge = "mix"')
-        lr, momentum, _ = self.outer
-        if not (lr > 0 and 0 <= momentum < 1):
-            raise ConfigError(f"`{self.name}` needs an outer_lr above 0 and an outer_momentum in [0, 1)")
 
     def check_scaler(self, scaler: GradScaler, world: World) -> None:
         """Raise ConfigError for a loss scaler: replicas that skip different steps would no longer merge at the same

@@ -52,8 +52,12 @@ def choose(model: nn.Module, patterns: Sequence[str], trained: Sequence[str] = (
         matches = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else of_block
         if not matches:
             choice.rest.append(name)
-        elif reason := readers.get(layer, "") or _not_adaptable(layer, uses[id(layer.weight)]):
+        elif reason := readers.get(layer, ""):
             choice.left[name] = reason
+        elif uses[id(layer.weight)] > 1:
+            choice.left[name] = "another layer has the same weight"
+        elif isinstance(layer, nn.Linear) and not is_product(layer):
+            choice.left[name] = f"{type(layer).__name__} has a forward pass of its own"
         elif mixture and not patterns and name.rpartition(".")[2] in _OF_EXPERTS:
             choice.left[name] = "PEFT takes its name for that of the experts"
         else:
@@ -86,15 +90,6 @@ def parameters_of(model: nn.Module, modules: Iterable[str]) -> dict[int, list[st
         if id(parameter) in wanted:
             names[id(parameter)].append(name)
     return names
-
-
-def _not_adaptable(layer: nn.Module, uses: int) -> str:
-    """The reason why a layer cannot have an adapter; "" if an adapter is possible."""
-    if uses > 1:
-        return "another layer has the same weight"
-    if isinstance(layer, nn.Linear) and not is_product(layer):
-        return f"{type(layer).__name__} has a forward pass of its own"
-    return ""
 
 
 def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:

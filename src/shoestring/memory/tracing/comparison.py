@@ -60,7 +60,14 @@ def compare(before: MemoryProfile, after: MemoryProfile) -> PeakComparison:
         DataError: one of the recordings is empty.
     """
     old, new = before.main, after.main
-    moment = _same_moment(new, old)
+    # The event in `old` that corresponds to the peak of `new`: the same allocation, or else the peak of `old`. Two
+    # allocations correspond if both are the n-th allocation of the same name.
+    moment = old.event
+    reached = np.flatnonzero(new.columns["born"] == new.event)
+    if len(reached):
+        name = new.names[int(new.columns["name"][reached[0]])]
+        births, place = _births(old, name), int((_births(new, name) < new.event).sum())
+        moment = int(births[place]) if place < len(births) else old.event
     earlier, later = _totals(old, moment), _totals(new, new.event)
     changes = []
     for name in {**later, **earlier}:
@@ -78,21 +85,6 @@ def _totals(window: MemoryWindow, event: int) -> dict[BlockName, tuple[int, int]
         sums[held.name] += held.nbytes
         counts[held.name] += held.tensors
     return {name: (sums[name], counts[name]) for name in sums}
-
-
-def _same_moment(new: MemoryWindow, old: MemoryWindow) -> int:
-    """The event in `old` that corresponds to the peak of `new`: the same allocation, or else the peak of `old`.
-
-    Two allocations correspond if both are the n-th allocation of the same name.
-    """
-    reached = np.flatnonzero(new.columns["born"] == new.event)
-    if not len(reached):
-        return old.event
-    name = new.names[int(new.columns["name"][reached[0]])]
-    earlier = _births(new, name)
-    later = _births(old, name)
-    place = int((earlier < new.event).sum())
-    return int(later[place]) if place < len(later) else old.event
 
 
 def _births(window: MemoryWindow, name: BlockName) -> np.ndarray:

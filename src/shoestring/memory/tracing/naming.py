@@ -104,41 +104,26 @@ def named(
     for label in where:
         if (index := at.get(label.address)) is not None:
             inside.setdefault(index, []).append(label)
-    extra: list[tuple[int, int, int, int]] = []
+    extra: list[tuple[int, int, int, int]] = []  # parts split off: index of the block, offset, bytes, index of the name
     for index, several in inside.items():
-        _split(columns, index, sorted(several, key=lambda label: label.offset), names, extra)
+        total = int(columns["bytes"][index])
+        if len(several) == 1 and several[0].nbytes > 0.9 * total:  # the tensor fills the block, apart from padding
+            columns["name"][index] = names.setdefault(BlockName(several[0].kind, several[0].name), len(names))
+            continue
+        end = 0
+        for label in sorted(several, key=lambda label: label.offset):
+            start = max(label.offset, end)
+            stop = min(label.offset + label.nbytes, total)
+            if stop > start:
+                number = names.setdefault(BlockName(label.kind, label.name), len(names))
+                extra.append((index, start, stop - start, number))
+                columns["bytes"][index] -= stop - start
+                end = stop
     if extra:
-        source, offset, size, number = (np.array(column, np.int64) for column in zip(*extra, strict=True))
+        source, offset, size, of_name = (np.array(column, np.int64) for column in zip(*extra, strict=True))
         for key in columns:
             columns[key] = np.concatenate([columns[key], columns[key][source]])
         columns["address"][-len(extra) :] += offset
         columns["bytes"][-len(extra) :] = size
-        columns["name"][-len(extra) :] = number
+        columns["name"][-len(extra) :] = of_name
     return columns, list(names)
-
-
-def _split(
-    columns: dict[str, np.ndarray],
-    index: int,
-    inside: Sequence[Label],
-    names: dict[BlockName, int],
-    extra: list[tuple[int, int, int, int]],
-) -> None:
-    """Split named tensors off a block; a block that one tensor fills (apart from padding) is named after the tensor.
-
-    Args:
-        extra: list to which this function appends (index of the block, offset, bytes, index of the name) of each split
-            part.
-    """
-    total = int(columns["bytes"][index])
-    if len(inside) == 1 and inside[0].nbytes > 0.9 * total:
-        columns["name"][index] = names.setdefault(BlockName(inside[0].kind, inside[0].name), len(names))
-        return
-    end = 0
-    for label in inside:
-        start = max(label.offset, end)
-        stop = min(label.offset + label.nbytes, total)
-        if stop > start:
-            extra.append((index, start, stop - start, names.setdefault(BlockName(label.kind, label.name), len(names))))
-            columns["bytes"][index] -= stop - start
-            end = stop

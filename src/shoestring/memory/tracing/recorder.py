@@ -88,9 +88,13 @@ class AllocationRecorder:
         self.fold()
         counts = native_table.counts()
         namer = Namer(self.modules)
+        resident = 0
+        with suppress(OSError, ValueError):  # the system may not report the peak of resident bytes
+            lines = Path("/proc/self/status").read_text().splitlines()
+            resident = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
         facts = MemoryFacts(
             steps={device_name(number): steps for number, steps in self.steps.items()},
-            resident=_most_resident(),
+            resident=resident,
             reserved={device_name(number): held for number, held in self.reserved.items()},
             used={device_name(number): used for number, used in self.used.items()},
             host=_pinned(),
@@ -189,14 +193,6 @@ class AllocationRecorder:
 def device_name(number: int) -> str:
     """Torch's name of the CPU (0) or of accelerator `number` - 1."""
     return f"cuda:{number - 1}" if number else "cpu"
-
-
-def _most_resident() -> int:
-    """Peak of this process's resident bytes; 0 if the system does not report it."""
-    with suppress(OSError, ValueError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    return 0
 
 
 def _used(number: int) -> int:

@@ -74,7 +74,28 @@ class Divided:
         self.late = settings.late_steps(self)
         self.pieces = [range(len(self.buckets))]
         self._hidden: dict[str, Tensor] = {}  # gradients of pieces that are not updated yet, by parameter name
-        self._attach(settings.over)
+        attachments.shard(over=settings.over, sync=self.sync, trained=self.trained, refresh=self.weights.refresh)
+        attachments.exits.callback(self._close)
+        for part in self.gradients.parts.values():
+            hook = part.parameter.register_post_accumulate_grad_hook(partial(self._arrive, part))
+            attachments.exits.callback(hook.remove)
+        before: Any = torch.compiler.disable(self._before_forward)
+        attachments.exits.callback(attachments.module.register_forward_pre_hook(before).remove)
+        for number, block in enumerate(self.units, 1):
+            attachments.exits.callback(block.register_forward_pre_hook(partial(self._before_block, number)).remove)
+        attachments.exits.callback(
+            attachments.module.register_state_dict_pre_hook(lambda *_: self.weights.wait()).remove
+        )
+        attachments.surround_evaluation(self._evaluating)
+        # First in its phase, because the work of other features needs gathered weights and reduced gradients.
+        attachments.phases[Phase.FORWARD].insert(0, self._before_step)
+        attachments.phases[Phase.CLIP].insert(0, self.gradients.finish)
+        if self.late is not None:
+            attachments.phases[Phase.CLIP].insert(0, self.late.end)
+        attachments.phases[Phase.PROJECT].insert(0, self._step_others)
+        attachments.at(Phase.WAIT, self._hide_others)
+        attachments.at(Phase.OUTER, self._gather_rest)
+        attachments.at(Phase.CAPTURE, StepMetrics(attachments, self.buckets, self.collectives).publish)
 
     def check_optimizer(self, name: str) -> None:
         """Refuse an optimizer that treats shards unlike whole tensors; divide its step into pieces if possible."""
@@ -115,31 +136,6 @@ class Divided:
         return DTensor.from_local(shard, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
-
-    def _attach(self, over: Sequence[str]) -> None:
-        attachments = self.attachments
-        attachments.shard(over=over, sync=self.sync, trained=self.trained, refresh=self.weights.refresh)
-        attachments.exits.callback(self._close)
-        for part in self.gradients.parts.values():
-            hook = part.parameter.register_post_accumulate_grad_hook(partial(self._arrive, part))
-            attachments.exits.callback(hook.remove)
-        before: Any = torch.compiler.disable(self._before_forward)
-        attachments.exits.callback(attachments.module.register_forward_pre_hook(before).remove)
-        for number, block in enumerate(self.units, 1):
-            attachments.exits.callback(block.register_forward_pre_hook(partial(self._before_block, number)).remove)
-        attachments.exits.callback(
-            attachments.module.register_state_dict_pre_hook(lambda *_: self.weights.wait()).remove
-        )
-        attachments.surround_evaluation(self._evaluating)
-        # First in its phase, because the work of other features needs gathered weights and reduced gradients.
-        attachments.phases[Phase.FORWARD].insert(0, self._before_step)
-        attachments.phases[Phase.CLIP].insert(0, self.gradients.finish)
-        if self.late is not None:
-            attachments.phases[Phase.CLIP].insert(0, self.late.end)
-        attachments.phases[Phase.PROJECT].insert(0, self._step_others)
-        attachments.at(Phase.WAIT, self._hide_others)
-        attachments.at(Phase.OUTER, self._gather_rest)
-        attachments.at(Phase.CAPTURE, StepMetrics(attachments, self.buckets, self.collectives).publish)
 
     def _arrive(self, part: ShardedParameter, _: Tensor) -> None:
         self.gradients.arrive(part)
