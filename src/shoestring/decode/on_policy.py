@@ -20,13 +20,13 @@ from shoestring.decode.adapter import Adapter, adapt
 from shoestring.decode.engine import Engine
 from shoestring.decode.randomness import Purpose, key, uniform
 from shoestring.decode.request import Request
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models.distillation import counted
 from shoestring.models.sample_cache import sample_keys
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
-    from shoestring.decode.distill import Distill
+    from shoestring.decode.settings.distill import Distill
 
 LABELS = "labels"
 """Transformers' name for targets that are not shifted: the prediction at position t is scored against label t + 1."""

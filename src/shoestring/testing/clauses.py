@@ -321,7 +321,7 @@ def _round_trip(feature: Feature) -> Feature:
     if area not in AREAS and not _is_exported(feature):
         return structure(tomllib.loads(tomli_w.dumps(asdict(feature))), type(feature), feature.name, "the run file")
     settings = run.Settings(packages=() if area in AREAS else (area,))
-    (back,) = run.parse(tomllib.loads(run.Run(name="suite", settings=settings, features=(feature,)).dump())).features
+    (back,) = run.parse(tomllib.loads(run.Run(name="suite", settings=settings, features=(feature,)).toml)).features
     return back
 
 

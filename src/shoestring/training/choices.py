@@ -27,7 +27,6 @@ from shoestring.run import Run, technique
 from shoestring.settings import structure
 from shoestring.storage.whole import write_atomic
 from shoestring.training.budget import GIGABIT, BudgetSearch, rounded
-from shoestring.training.named_files import is_own
 
 FILE = "choices.json"
 """Name of the file in a run folder that holds the choice."""
@@ -91,7 +90,7 @@ def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gather
             # Prediction needs fake ranks, and this process has a real process group.
             numbers = map(str, (world.size, world.local_size, gathered))
             command = [sys.executable, "-P", "-m", "shoestring.training.budget", *numbers]
-            done = subprocess.run(command, input=run.dump(), capture_output=True, text=True, check=False)
+            done = subprocess.run(command, input=run.toml, capture_output=True, text=True, check=False)
             if done.returncode == ShoestringError.code:
                 raise ShoestringError.from_parts(json.loads(done.stdout))
             if done.returncode:
@@ -117,7 +116,7 @@ def _conditions(run: Run, world: World) -> dict[str, Any]:
         "ranks": world.size,
         "ranks of a host": world.local_size,
     }
-    own = {"data": settings.data} if is_own(run) else {}
+    own = {"data": settings.data} if run.has_own_data else {}
     return json.loads(json.dumps(conditions | own))
 
 

@@ -60,7 +60,7 @@ def claim(run: Run, stack: ExitStack) -> Path:
     stack.callback(_undo, folder, time.monotonic() if new else None)
     try:
         write_atomic(folder / "environment.json", json.dumps(environment(run.settings.seed), indent=2).encode())
-        write_atomic(folder / "run.toml", run.dump().encode())
+        write_atomic(folder / "run.toml", run.toml.encode())
     except OSError as error:
         raise _unwritable(folder, error.strerror) from error
     vouch(folder)

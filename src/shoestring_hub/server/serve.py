@@ -62,6 +62,12 @@ def serve(place: Place, listening: Listening, opening: Opening = FAST, clips: Cl
 
         start(clips.workers)
 
+    def print_address(server: Any) -> None:
+        listener = server.LISTENERS[0].getsockname()
+        shown = f"https://{place.name}:{listener[1]}" if tls else f"http://{listener[0]}:{listener[1]}"
+        behind = f" (reached as https://{place.name})" if place.name and not tls else ""
+        print(f"hub: {shown}{behind}", flush=True)
+
     class Hub(BaseApplication):
         """The web server of the Django project configured in this process; workers are forked from this process."""
 
@@ -77,7 +83,7 @@ def serve(place: Place, listening: Listening, opening: Opening = FAST, clips: Cl
                 "graceful_timeout": 10,
                 "certfile": str(listening.certificate) if tls else None,
                 "keyfile": str(listening.key) if tls else None,
-                "when_ready": lambda server: _say_address(server, tls, place.name),
+                "when_ready": print_address,
                 "loglevel": "warning",
             }
             for name, value in options.items():
@@ -98,12 +104,6 @@ def _fault_of_clips(clips: ClipService) -> str:
     if clips.accel and not (clips.accel.startswith("/") and clips.accel.endswith("/")):
         raise ConfigError(f"--clip-accel `{clips.accel}` must begin and end with a slash", hint="--clip-accel /sent/")
     return "the hub was started with --clip-workers 0" if clips.workers < 1 else fault()
-
-
-def _say_address(server: Any, tls: bool, name: str) -> None:
-    listener = server.LISTENERS[0].getsockname()
-    shown = f"https://{name}:{listener[1]}" if tls else f"http://{listener[0]}:{listener[1]}"
-    print(f"hub: {shown}" + (f" (reached as https://{name})" if name and not tls else ""), flush=True)
 
 
 def prepare() -> None:

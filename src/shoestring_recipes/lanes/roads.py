@@ -59,16 +59,11 @@ def film(rng: np.random.Generator, wear: float, kind: str, frames: int) -> list[
         t = (_ROWS - point[1]) / (HEIGHT - point[1])
         lanes = point[0] + (bottoms - point[0])[:, None] * t + curves[:, None] * (t - 1) * t
         lanes[:, :start] = np.nan
-        painted = _painted(np.roll(surface, 9 * frame, 1)[:, start:], wears)
+        passing = np.roll(surface, 9 * frame, 1)[:, start:]
+        worn = [np.quantile(row, share) for row, share in zip(passing, wears, strict=True)]
+        painted = passing > np.array(worn)[:, None]  # whether the paint in each row is fresh, (lanes, rows)
         scenes.append(Scene(_picture(rng, lanes, painted, point, kind), lanes, wears))
     return scenes
-
-
-def _painted(surface: np.ndarray, wears: np.ndarray) -> np.ndarray:
-    """Return whether the paint in each row is fresh, (lanes, rows): the random `surface` must exceed the quantile given
-    by the marking's wear."""
-    worn = np.array([np.quantile(row, wear) for row, wear in zip(surface, wears, strict=True)])
-    return surface > worn[:, None]
 
 
 def _picture(
@@ -84,7 +79,9 @@ def _picture(
     inside = np.abs(_COLUMNS - lanes[:, start:, None]) <= half[:, None] + 0.5
     image[start:] += (inside * np.where(painted, _PAINT, TRACE * _PAINT)[:, :, None]).sum(0)
     if kind in ("shadow", "storm"):
-        image = _with_shadows(rng, image)
+        rows, columns = rng.uniform(70, HEIGHT, (3, 1, 1)), rng.uniform(0, WIDTH, (3, 1, 1))
+        distance = ((_ROWS[:, None] - rows) / 25) ** 2 + ((_COLUMNS - columns) / 60) ** 2
+        image = image * 0.55 ** (distance < 1).sum(0)
     if kind in ("rain", "storm"):
         image = _with_rain(rng, image)
     if kind == "fog":
@@ -106,12 +103,6 @@ def _with_glare(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
     sun = 150 * np.exp(-((across / 70) ** 2) - (down / 40) ** 2)
     reflection = 60 * np.exp(-((across / 22) ** 2)) * gaussian_filter1d((_ROWS > 60).astype(float), 8)[:, None]
     return 40 + 0.7 * image + sun + reflection
-
-
-def _with_shadows(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
-    rows, columns = rng.uniform(70, HEIGHT, (3, 1, 1)), rng.uniform(0, WIDTH, (3, 1, 1))
-    distance = ((_ROWS[:, None] - rows) / 25) ** 2 + ((_COLUMNS - columns) / 60) ** 2
-    return image * 0.55 ** (distance < 1).sum(0)
 
 
 def _with_rain(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
