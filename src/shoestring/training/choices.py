@@ -80,7 +80,20 @@ def with_choice(run: Run, world: World, budget: Budget, choice: BudgetChoice) ->
 def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gathered: float) -> dict[str, Any]:
     """Reuse the choice of the resumed run if it was made under the same conditions; otherwise search for a new one."""
     budget.check_limit()
-    conditions = _conditions(run, world)
+    settings = run.settings
+    depends_on = {
+        "model": settings.model,
+        "arguments": dict(run.model),
+        "batch": settings.batch,
+        "accumulate": settings.accumulate,
+        "sequence": run.data.sequence,
+        "features": [feature.name for feature in run.features],
+        "budget": [asdict(feature) for feature in run.features if isinstance(feature, Budget)],
+        "ranks": world.size,
+        "ranks of a host": world.local_size,
+    }
+    depends_on |= {"data": settings.data} if run.has_own_data else {}
+    conditions = json.loads(json.dumps(depends_on))  # as a stored choice has them
     choice = _recorded(run, folder, conditions)
     if choice is None:
         alone = not dist.is_initialized()
@@ -100,24 +113,6 @@ def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gather
         record = {budget.name: {"for": conditions, "choice": choice}}
         write_atomic(folder / FILE, json.dumps(record, indent=2).encode())
     return choice
-
-
-def _conditions(run: Run, world: World) -> dict[str, Any]:
-    """The facts that a choice depends on; a stored choice is reused only if its facts are equal to these."""
-    settings = run.settings
-    conditions = {
-        "model": settings.model,
-        "arguments": dict(run.model),
-        "batch": settings.batch,
-        "accumulate": settings.accumulate,
-        "sequence": run.data.sequence,
-        "features": [feature.name for feature in run.features],
-        "budget": [asdict(feature) for feature in run.features if isinstance(feature, Budget)],
-        "ranks": world.size,
-        "ranks of a host": world.local_size,
-    }
-    own = {"data": settings.data} if run.has_own_data else {}
-    return json.loads(json.dumps(conditions | own))
 
 
 def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict[str, Any] | None:

@@ -66,7 +66,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     sequence = sequence_of(completed.data, model, completed.model)
     completed = replace(completed, data=replace(completed.data, sequence=sequence))
     yield completed.toml
-    occupied = list(check_claim(completed))
+    occupied = check_claim(completed)
     run = completed if run.unread else within_budget(completed, world)
     check_form(run)
     with TemporaryDirectory(prefix="shoestring-check-") as folder:
