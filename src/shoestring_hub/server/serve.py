@@ -112,6 +112,7 @@ def prepare() -> None:
     Raises:
         ShoestringError: the database cannot be reached or migrated.
     """
+    from django.conf import settings
     from django.core.management import call_command
     from django.db import Error, connection, transaction
 
@@ -124,13 +125,6 @@ def prepare() -> None:
     except Error as error:
         reason = str(error).strip().splitlines()[0]
         raise ShoestringError(f"cannot prepare the hub's database: {reason}", hint="see --database") from error
-    _write_bundles()
-    call_command("collectstatic", verbosity=0, interactive=False)
-
-
-def _write_bundles() -> None:
-    from django.conf import settings
-
     for name, parts in BUNDLES.items():
         paths = [next(path for root in STATIC if (path := root / part).exists()) for part in parts]
         texts = [path.read_text() for path in paths]  # own file: part of this package
@@ -138,3 +132,4 @@ def _write_bundles() -> None:
         path, joined = settings.HUB.bundles / name, (first + "\n".join(texts)).encode()
         if not path.exists() or path.read_bytes() != joined:  # own file: an earlier start wrote it
             write_atomic(path, joined)
+    call_command("collectstatic", verbosity=0, interactive=False)
