@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shoestring.decode.settings.distill import Distill
+from shoestring.decode.distill import Distill
 
 __all__ = ["Distill"]

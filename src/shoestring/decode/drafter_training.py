@@ -23,7 +23,7 @@ from shoestring.models.sample_cache import SampleCache, must_compute, sample_key
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
-    from shoestring.decode.settings.distill import Distill
+    from shoestring.decode.distill import Distill
 
 COMPUTED, CACHED = "samples that the teacher read", "samples of the teacher that were cached"
 NARROW = 2**16

@@ -26,7 +26,7 @@ from shoestring.models.sample_cache import sample_keys
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
-    from shoestring.decode.settings.distill import Distill
+    from shoestring.decode.distill import Distill
 
 LABELS = "labels"
 """Transformers' name for targets that are not shifted: the prediction at position t is scored against label t + 1."""

@@ -1,1 +1,1 @@
-"""Settings of generation, of the server and of the features of `decode`. These modules do not import torch."""
+"""Settings of generation and of the server. These modules do not import torch."""
