@@ -37,7 +37,7 @@ def ours(folder: Path, width: int, threads: int) -> Generate:
 
     from shoestring.decode.engine import Engine
     from shoestring.decode.request import Request as Wish
-    from shoestring.decode.settings import Sampling
+    from shoestring.decode.settings.generation import Sampling
     from shoestring.models import gguf, huge_pages
 
     torch.set_num_threads(threads)

@@ -20,7 +20,7 @@ from shoestring.decode.drafters.skipping import SkippingDrafter
 from shoestring.decode.engine import Engine
 from shoestring.decode.randomness import Purpose, key, race
 from shoestring.decode.request import Request, Row
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from shoestring.models.cache import KVCache
 from shoestring.models.gpt import GPT, GPTConfig
 

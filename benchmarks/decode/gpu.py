@@ -133,7 +133,7 @@ def greedy(engine: Engine, new: int) -> list[list[int]]:
     import torch
 
     from shoestring.decode.request import Request
-    from shoestring.decode.settings import Sampling
+    from shoestring.decode.settings.generation import Sampling
     from shoestring.models.gpt import GPT
 
     numbers = torch.Generator().manual_seed(0)
@@ -156,7 +156,7 @@ def speedup(model: Adapter, wrap: Callable[[GPT], Adapter], new: int, rounds: in
     """
     from shoestring.decode.drafters.model import ModelDrafter
     from shoestring.decode.engine import Engine
-    from shoestring.decode.settings import Speculation
+    from shoestring.decode.settings.generation import Speculation
     from shoestring.models.gpt import GPT
 
     whole = model.model

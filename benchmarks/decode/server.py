@@ -24,7 +24,7 @@ from benchmarks.rows import Bar, Measured
 from shoestring.data.tokenizer import Tokenizer, byte_tokenizer
 from shoestring.decode.engine import Engine, generate
 from shoestring.decode.request import Request
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model
 from shoestring.models.saving import save_model

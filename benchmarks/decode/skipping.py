@@ -29,7 +29,7 @@ from shoestring.data.tokens import TokenDataset
 from shoestring.decode.adapter import OwnModel, adapt
 from shoestring.decode.drafters.skipping import SkippingDrafter
 from shoestring.decode.engine import Engine, Request
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from shoestring.decode.skipping import baselines
 from shoestring.decode.skipping.choice import Ratios, Rule, Statistics, least_harm, least_loss, saved_bytes
 from shoestring.decode.skipping.cost import count_bytes

@@ -34,7 +34,7 @@ from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.drafters.model import ModelDrafter
 from shoestring.decode.engine import Engine
 from shoestring.decode.request import Request
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.gpt import GPT
 

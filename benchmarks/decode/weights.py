@@ -31,7 +31,7 @@ from shoestring.core.world import World
 from shoestring.data.together import prepare
 from shoestring.decode.adapter import Adapter, adapt
 from shoestring.decode.engine import generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models import packed24, quantized
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model

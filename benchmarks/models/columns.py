@@ -26,7 +26,7 @@ from shoestring.data.tokenizer import byte_tokenizer
 from shoestring.decode.adapter import Whole, adapt
 from shoestring.decode.engine import Engine, generate
 from shoestring.decode.request import Request
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models.loading import load_model
 from shoestring.verbs.prune import prune
 from shoestring.verbs.quantize import quantize

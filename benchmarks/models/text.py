@@ -41,7 +41,7 @@ from shoestring.decode.serve.engine_thread import Batch, News
 from shoestring.decode.serve.forms import CompletionForm
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served, describe
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from tests.rigs import foreign_tokenizers as foreign
 from tests.rigs import text_checks as checks
 

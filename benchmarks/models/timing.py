@@ -14,7 +14,7 @@ from benchmarks.rows import Bar
 from benchmarks.timing import Paired, paired
 from shoestring.decode.adapter import adapt
 from shoestring.decode.engine import generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

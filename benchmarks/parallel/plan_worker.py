@@ -41,7 +41,7 @@ def main(out: Path, pair: Pair, group: str) -> None:
     with ss.join() as world, ExitStack() as stack:
         plain = parse(pair.run)
         code = import_user_code(plain)
-        data = open_data(plain, world, out.parent / "data", code.collate)
+        data = open_data(plain, world, out.parent / "data", code)
         stack.callback(data.close)
         planned = plan(run, world) if pair.measured else None
         outlook = look(plain, code, world, data, pair.gib)

@@ -26,7 +26,7 @@ from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.adapted import AdaptedRows
 from shoestring.decode.adapter import adapt
 from shoestring.decode.engine import Engine, Request, generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models import adapter_folder
 from shoestring.models.adapters import LowRank, shape_of
 from shoestring.models.adapters_by_row import AdaptableLayer, LoadedAdapter, adaptable_layers, place

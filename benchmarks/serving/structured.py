@@ -39,7 +39,7 @@ from shoestring.decode.adapter import adapt
 from shoestring.decode.constraint import Grammars
 from shoestring.decode.engine import Engine, Request
 from shoestring.decode.schema_forms import written
-from shoestring.decode.settings import AnswerFormat, Sampling
+from shoestring.decode.settings.generation import AnswerFormat, Sampling
 from shoestring.models.gpt import GPT, GPTConfig
 
 SUITE = "jsonschema==4.26.0"

@@ -139,8 +139,9 @@ def held_out(model: Path) -> float:
 
     with TemporaryDirectory() as folder:
         run = parse(starting_from(model, recipe(1, seed=0)), name="held out")
-        data = open_data(run, World(), Path(folder))
-        with build_job(run, import_user_code(run), World(), data, Trace()) as job:
+        code = import_user_code(run)
+        data = open_data(run, World(), Path(folder), code)
+        with build_job(run, code, World(), data, Trace()) as job:
             return evaluate(job, run.settings, data).values["held_out_bits_per_byte"] * math.log(2)
 
 

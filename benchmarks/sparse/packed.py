@@ -16,7 +16,7 @@ from benchmarks.harness import Deadline
 from benchmarks.rows import Bar, Measured
 from benchmarks.timing import paired
 from shoestring.decode.engine import generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models.cache import KVCache
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model

@@ -26,7 +26,7 @@ from shoestring.core.feature import DATA, LOCAL, Feature, Seam, area_of, arrange
 from shoestring.data import Data
 from shoestring.naming import USER, Trust, import_package
 from shoestring.report import trackers
-from shoestring.run_code import TABLES, code_of, entry, trust_of
+from shoestring.run_code import CODE_KEYS, TABLES, code_of, entry, trust_of
 from shoestring.settings import defaults, structure
 from shoestring.storage import foreign
 
@@ -184,12 +184,32 @@ class Run:
             document.setdefault(area, {})[key] = table
         return document
 
-    def trust(self, key: str) -> Trust:
-        """Return the trust in the code that a key of [run] names."""
-        return self.origin if key in self.unread else Trust(project=self.settings.project)
+    @property
+    def has_own_data(self) -> bool:
+        """Whether `run.data` names a data set of the user's own: `package.module:callable`, or a folder with MNIST's
+        files.
 
-    def dump(self) -> str:
-        """Return the text of a run file in TOML that describes this run."""
+        Raises:
+            ConfigError: `run.data` is an empty list, or a list that contains such a data set.
+        """
+        from shoestring.data.sources import is_mnist
+
+        named = [source for source in self.sources if ":" in source and not source.startswith("hf:")]
+        own = named + [source for source in self.sources if is_mnist(source)]
+        if not isinstance(self.settings.data, str) and (own or not self.sources):
+            listed = f"`{own[0]}`" if own else "nothing"
+            raise ConfigError(f"`run.data` lists {listed}", hint="list one or more sources of text")
+        return bool(own)
+
+    @property
+    def trusts(self) -> dict[str, Trust]:
+        """Maps each key of [run] that may name code to the trust in that code."""
+        own = Trust(project=self.settings.project)
+        return {f"run.{key}": self.origin if f"run.{key}" in self.unread else own for key in CODE_KEYS}
+
+    @property
+    def toml(self) -> str:
+        """The text of a run file that describes this run."""
         return tomli_w.dumps(self.document)
 
     def completed(self, world: World) -> Run:
@@ -218,10 +238,6 @@ class Run:
             return AREAS.index(area) if area in AREAS else len(AREAS)
 
         return replace(self, features=tuple(sorted((*self.features, *missing), key=position)))
-
-    def placed(self, folder: Path) -> Run:
-        """Return a copy of the run in which all features write to folders inside the run folder `folder`."""
-        return replace(self, features=tuple(feature.placed(folder) for feature in self.features))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

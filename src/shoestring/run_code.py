@@ -12,7 +12,7 @@ from shoestring.naming import USER, Trust, foreign, names_in, task_files
 
 TABLES = ("run", "model", "data")
 """Tables of a run file that do not configure features."""
-_KEYS = ("model", "data", "forward", "collate", "loss", "evaluate", "read_file", "predict", "sinks")
+CODE_KEYS = ("model", "data", "forward", "collate", "loss", "evaluate", "read_file", "predict", "sinks")
 """Keys of [run] that may contain the name of a callable; the key `packages`, with names of packages, is not among
 them."""
 
@@ -25,7 +25,7 @@ def code_of(document: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """
     settings = document.get("run")
     settings = settings if isinstance(settings, dict) else {}
-    named = {f"run.{key}": foreign(names_in(settings.get(key))) for key in _KEYS}
+    named = {f"run.{key}": foreign(names_in(settings.get(key))) for key in CODE_KEYS}
     named["run.evaluate"] += tuple(task_files(settings.get("evaluate")))
     packages = settings.get("packages")
     listed = packages if isinstance(packages, list | tuple) else ()

@@ -38,12 +38,16 @@ def both(pool, *features, **arguments):
 
 @pytest.mark.parametrize("feature", [
     STYLE,
-    pytest.param(FedAvg(every=EVERY, weights="equal", proximal=0.3, private=("style.*",)), marks=pytest.mark.slow),
+    pytest.param(
+        FedAvg(every=EVERY, client_weights="equal", proximal=0.3, private=("style.*",)), marks=pytest.mark.slow
+    ),
     pytest.param(FedAvg(every=EVERY, proximal=0.1), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_clients_on_any_number_of_ranks_are_averaged_as_by_one_server(pool: Pool, feature: FedAvg) -> None:
     """Also where clients are absent: they are skipped, and return with their own position and parameters."""
-    *wanted, stored = by_hand(ROUNDS, EVERY, feature.weights == "samples", feature.proximal, bool(feature.private))
+    *wanted, stored = by_hand(
+        ROUNDS, EVERY, feature.client_weights == "samples", feature.proximal, bool(feature.private)
+    )
     one, (first, second) = alone(feature, rounds=ROUNDS), both(pool, feature, rounds=ROUNDS)
     for result in (one, first, second):
         assert len(result["rounds"]) == ROUNDS

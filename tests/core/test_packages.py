@@ -80,7 +80,7 @@ def test_a_table_of_a_named_package_is_its_feature(package):
     resolved = parsed(OWN, "--acme.noise.scale", "0.25")
     (noise,) = [feature for feature in resolved.features if feature.name == "acme.noise"]
     assert noise.scale == 0.25 and type(noise).__module__ == "acme.noise"
-    assert run.parse(tomllib.loads(resolved.dump())) == resolved
+    assert run.parse(tomllib.loads(resolved.toml)) == resolved
     assert _round_trip(noise) == noise
     assert "bystander" not in sys.modules
 
@@ -91,10 +91,10 @@ def test_a_table_can_be_opened_and_filled_by_flags_alone(package):
 
 
 def test_it_applies_after_the_areas_and_is_placed_in_the_runs_folder(package):
-    completed = parsed(OWN).completed(World()).placed(Path("runs/own"))
+    completed = parsed(OWN).completed(World())
     names = [feature.name for feature in completed.features]
     assert names[-1] == "acme.noise" and "optim.adamw" in names and "checkpoint.tiered" in names
-    assert completed.features[-1].folder == "runs/own/noise"
+    assert completed.features[-1].placed(Path("runs/own")).folder == "runs/own/noise"
 
 
 def test_check_shows_it(package):

@@ -230,4 +230,4 @@ def test_a_mixture_is_of_text(data, message, tmp_path, capsys):
 
 def test_a_resolved_mixture_reads_back_to_itself():
     run = parse({"run": {"data": ["a.txt", "b.txt"]}, "data": {"weights": [1, 2]}})
-    assert parse(tomllib.loads(run.dump())) == run
+    assert parse(tomllib.loads(run.toml)) == run

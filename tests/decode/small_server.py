@@ -19,8 +19,8 @@ from shoestring.decode.serve.app import App
 from shoestring.decode.serve.engine_thread import EngineThread
 from shoestring.decode.serve.served import describe
 from shoestring.decode.serve.server import serving
-from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
+from shoestring.decode.settings.serving import Serving
 from shoestring.models.gpt import GPT, GPTConfig
 
 CHATML = (

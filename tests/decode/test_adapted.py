@@ -15,7 +15,7 @@ from shoestring.decode.compiled import Compiled
 from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.drafters.skipping import SkippingDrafter
 from shoestring.decode.engine import Engine, Request, generate
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from shoestring.models import adapter_folder, quantized
 from shoestring.models.adapters import LowRank, merge
 from shoestring.models.adapters_by_row import place

@@ -5,7 +5,7 @@ import torch
 
 from shoestring.decode.adapter import OwnCached, Pretrained, Whole, adapt
 from shoestring.decode.engine import generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 
 transformers = pytest.importorskip("transformers")
 

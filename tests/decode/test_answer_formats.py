@@ -14,7 +14,7 @@ from shoestring.decode.constraint import Constraint, ConstraintError, Grammars
 from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.drafters.model import ModelDrafter
 from shoestring.decode.engine import Engine, Request
-from shoestring.decode.settings import AnswerFormat, LogitChanges, Sampling, Speculation
+from shoestring.decode.settings.generation import AnswerFormat, LogitChanges, Sampling, Speculation
 from tests.decode import small_server
 from tests.decode.calling_templates import TEMPLATES
 from tests.decode.small_server import running

@@ -18,7 +18,7 @@ from shoestring.decode.changed_logits import changed
 from shoestring.decode.constraint import ConstraintError, Grammars
 from shoestring.decode.engine import Request
 from shoestring.decode.request import Row
-from shoestring.decode.settings import AnswerFormat, LogitChanges
+from shoestring.decode.settings.generation import AnswerFormat, LogitChanges
 
 END, WORDS = 3, "abc"
 

@@ -11,7 +11,7 @@ from shoestring.decode.compiled import Compiled, choose_passes, rounded
 from shoestring.decode.drafters.model import ModelDrafter
 from shoestring.decode.drafters.skipping import SkippingDrafter
 from shoestring.decode.engine import Engine, Request
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from shoestring.decode.skipping.adapters import OnlineSkipping
 from shoestring.models.gpt import GPT, GPTConfig
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoestring.decode import sampling as module
 from shoestring.decode.sampling import penalize, probabilities
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 

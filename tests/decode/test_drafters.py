@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoestring.core.errors import ConfigError
 from shoestring.decode.drafters import open_drafter
 from shoestring.decode.drafters.lookup import LONGEST, PromptLookup
-from shoestring.decode.settings import Speculation
+from shoestring.decode.settings.generation import Speculation
 from shoestring.models.gpt import GPT, tiny
 from shoestring.models.saving import save_model
 

@@ -11,7 +11,7 @@ from torch import nn
 from shoestring.core.errors import ConfigError, NonFiniteError
 from shoestring.decode.adapter import OwnModel, Whole
 from shoestring.decode.engine import Engine, Request, generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.decode.window import window_start
 from shoestring.models.cache import KVCache
 from shoestring.models.gpt import GPT, GPTConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from shoestring.decode.engine import generate as draw
-from shoestring.decode.settings import Generation, Sampling, SeededOptions
+from shoestring.decode.settings.generation import Generation, Sampling, SeededOptions
 from shoestring.models.saving import save_model
 from shoestring.verbs.generate import generate
 from tests.decode.small_server import model

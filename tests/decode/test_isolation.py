@@ -11,7 +11,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.decode.adapter import OwnModel
 from shoestring.decode.engine import Engine, Request, generate
 from shoestring.decode.sampling import penalize, probabilities
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from tests.decode.small_server import running
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ from shoestring.decode.request import TokenLogprob
 from shoestring.decode.serve import engine_thread
 from shoestring.decode.serve.errors import RequestError
 from shoestring.decode.serve.limits import Limits, duration
-from shoestring.decode.serve.settings import Serving
+from shoestring.decode.settings.serving import Serving
 from tests.decode.small_server import KEYS, running
 from tests.waiting import until
 

@@ -18,7 +18,7 @@ from shoestring.decode.drafter_training import CACHED, COMPUTED
 from shoestring.decode.engine import generate
 from shoestring.decode.on_policy import OnPolicy, texts_of
 from shoestring.decode.randomness import Purpose, key, uniform
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models.gpt import tiny
 from shoestring.models.sample_cache import sample_keys
 from shoestring.parallel import FSDP

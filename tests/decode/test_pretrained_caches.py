@@ -9,7 +9,7 @@ from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.drafters.model import ModelDrafter
 from shoestring.decode.engine import Engine, generate
 from shoestring.decode.request import Request
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 
 transformers = pytest.importorskip("transformers")
 

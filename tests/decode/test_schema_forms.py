@@ -11,7 +11,7 @@ from shoestring.data.tokenizer import byte_tokenizer
 from shoestring.decode import schema_forms, schema_sets, schema_steps
 from shoestring.decode.constraint import Grammars
 from shoestring.decode.schema_forms import rewritten, written
-from shoestring.decode.settings import AnswerFormat
+from shoestring.decode.settings.generation import AnswerFormat
 from tests.shares import share
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -18,7 +18,7 @@ from shoestring.decode.name_patterns import complement_of, disjoint_patterns, ex
 from shoestring.decode.schema_forms import written
 from shoestring.decode.schema_names import with_written_names
 from shoestring.decode.schema_sets import bounded
-from shoestring.decode.settings import AnswerFormat
+from shoestring.decode.settings.generation import AnswerFormat
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.decode.engine import generate
 from shoestring.decode.serve.server import serving
-from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
+from shoestring.decode.settings.serving import Serving
 from shoestring.models import adapter_folder
 from shoestring.models.adapters import row_norms
 from shoestring.models.loading import load_model

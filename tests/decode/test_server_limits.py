@@ -15,7 +15,7 @@ import pytest
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.server import listen
-from shoestring.decode.serve.settings import Serving, is_loopback, read_keys
+from shoestring.decode.settings.serving import Serving, is_loopback, read_keys
 from shoestring.models.saving import save_model
 from tests.decode.small_server import CHATML, KEYS, model, received, running, status, tokenizer
 from tests.waiting import until

@@ -13,7 +13,7 @@ from shoestring.decode.adapter import adapt
 from shoestring.decode.drafters import skipping as drafting
 from shoestring.decode.drafters.skipping import SkippingDrafter
 from shoestring.decode.engine import Engine, Request, Row
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from shoestring.decode.skipping import adapters, baselines, choice
 from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
 from shoestring.decode.skipping.choice import SkipCandidate, Statistics, least_harm, saved_bytes

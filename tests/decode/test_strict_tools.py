@@ -18,7 +18,7 @@ from shoestring.decode.serve.fields import RequestFields
 from shoestring.decode.serve.served import describe
 from shoestring.decode.serve.tool_calls import FORMS, ToolCall
 from shoestring.decode.serve.tool_fields import read_tools
-from shoestring.decode.settings import AnswerFormat
+from shoestring.decode.settings.generation import AnswerFormat
 from tests.decode.calling_models import calling_server
 from tests.decode.calling_templates import TEMPLATES, tokenizer
 from tests.decode.test_tool_calls import loaded, written

@@ -15,7 +15,7 @@ from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.drafters.model import ModelDrafter
 from shoestring.decode.engine import Engine, Request
 from shoestring.decode.sampling import probabilities
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 
 V, CONTEXT, PROMPT = 6, 40, [0, 1, 2, 0, 1]
 RULES, DRAFTERS = ("token", "block"), ("model", "lookup")

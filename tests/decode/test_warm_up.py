@@ -9,7 +9,7 @@ from shoestring.decode.engine import Engine, generate
 from shoestring.decode.passes import Counts
 from shoestring.decode.request import Request
 from shoestring.decode.serve.engine_thread import EngineThread
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 
 PLAIN = Sampling(temperature=0)
 

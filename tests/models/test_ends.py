@@ -12,7 +12,7 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.data.chat_ends import ends_of_answers
 from shoestring.data.chat_template import chat_template
 from shoestring.data.tokenizer import Tokenizer, byte_tokenizer
-from shoestring.decode.settings import SamplingOptions, SamplingRule, SeededOptions
+from shoestring.decode.settings.generation import SamplingOptions, SamplingRule, SeededOptions
 from shoestring.models.beside import complete
 from shoestring.models.description import describe_model
 from shoestring.models.generation_config import ends_of, sampling_of, with_ends

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from shoestring.cli import main
 from shoestring.decode.serve.server import serving
-from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Generation, SamplingOptions, SeededOptions
+from shoestring.decode.settings.generation import Generation, SamplingOptions, SeededOptions
+from shoestring.decode.settings.serving import Serving
 from shoestring.models.loading import load_model
 from shoestring.verbs.generate import generate
 from shoestring.verbs.interchange import export

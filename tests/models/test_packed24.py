@@ -10,7 +10,7 @@ from torch import nn
 from shoestring import native
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.decode.engine import generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models import packed24, saving
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model

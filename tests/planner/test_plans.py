@@ -324,7 +324,7 @@ def test_a_file_says_what_is_not_a_default():
 def parse_again(run):
     import tomllib
 
-    return parse(tomllib.loads(run.dump()))
+    return parse(tomllib.loads(run.toml))
 
 
 @pytest.mark.slow

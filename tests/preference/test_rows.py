@@ -9,6 +9,7 @@ from shoestring.cli import main
 from shoestring.core.task import IGNORED
 from shoestring.core.world import World
 from shoestring.training.data_loading import open_data
+from shoestring.training.user_code import import_user_code
 from tests.decode.small_server import CHATML, tokenizer
 from tests.preference.test_runs import pairs, rows, write
 
@@ -65,7 +66,7 @@ def test_rows_hold_the_answers_that_packed_samples_hold(see_each_other, tmp_path
     if form == "rated":
         document["preference"] = {"kto": {}}
     run = runs.parse(document, name="rows")
-    data = open_data(run, World(), tmp_path / "prepared")
+    data = open_data(run, World(), tmp_path / "prepared", import_user_code(run))
 
     def answers(part):
         """(prompt and answer, labels, kind) of each answer of each record."""
@@ -104,7 +105,8 @@ def test_an_answer_alone_has_the_whole_sequence(see_each_other, tmp_path):
     document["run"] |= {"model": f"hf:{see_each_other}", "folder": str(tmp_path / "run")}
     document["run"]["data"] = write(tmp_path / "pairs.jsonl", [*pairs(10), long, long | {"chosen": "x " * 99}])
     document["data"] |= {"sequence": 96, "held_out": 0.3}
-    data = open_data(runs.parse(document, name="rows"), World(), tmp_path / "prepared")
+    run = runs.parse(document, name="rows")
+    data = open_data(run, World(), tmp_path / "prepared", import_user_code(run))
     parts = data.train, data.held_out
     assert sum(part.left_out for part in parts) == 1
     assert sum(type(part)(part.path, 96).left_out for part in parts) > 1

@@ -8,7 +8,7 @@ import pytest
 
 from shoestring.report.console import Console
 from shoestring.report.sinks import JsonLines, newest_step
-from shoestring.training.finish import repeated
+from shoestring.training.start import repeated
 
 VALUES = {
     "loss": 2.1341,

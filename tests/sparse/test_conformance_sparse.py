@@ -50,7 +50,7 @@ class TestDraws(FeatureSuite):
 class TestFP8(FeatureSuite):
     """Every rank has scales of its own inputs."""
 
-    feature = SSTE(layers=LAYERS, fp8=True)
+    feature = SSTE(layers=LAYERS, simulate_fp8=True)
     tolerance = 0.2
     exact_across_ranks = False
     representative = False

@@ -284,7 +284,7 @@ def trained(feature, *others, steps=3, micro=2):
 
 
 @pytest.mark.parametrize("feature", [
-    TSRSTE(refresh=2, calibrate=0.0, tail=0.0, mvue=True), SSTE(), SSTE(fp8=True),
+    TSRSTE(refresh=2, calibrate=0.0, tail=0.0, mvue=True), SSTE(), SSTE(simulate_fp8=True),
 ], ids=["tsrste-mvue", "sste", "sste-fp8"])  # fmt: skip
 def test_a_model_learns_what_it_learns_by_dense_products(request, feature):
     expected_losses, expected = trained(feature)

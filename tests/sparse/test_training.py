@@ -333,7 +333,7 @@ def test_attach_refuses_what_does_not_fit():
     [
         SSTE(),
         SSTE(mvue=True),
-        SSTE(fp8=True, mvue=True),
+        SSTE(simulate_fp8=True, mvue=True),
         STE(),
         TSRSTE(calibrate=0.5, tail=0.25, refresh=1, mvue=True),
         AST(metric="wanda", refresh=2, slorb=4, distillation=0.0),

@@ -57,7 +57,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_no_folder(run):
 def test_a_run_file_that_no_run_wrote_is_neither_replaced_nor_deleted(run, tmp_path, resume):
     """A run whose folder is the one of its own run file."""
     run = replace(run, settings=replace(run.settings, resume=resume))
-    own = "# by hand\n" + run.dump()
+    own = "# by hand\n" + run.toml
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "run.toml").write_text(own)
     with ExitStack() as stack, pytest.raises(ConfigError):

@@ -14,8 +14,8 @@ from shoestring import run as runs
 from shoestring.cli import main
 from shoestring.core.task import IGNORED, call_model, cross_entropy
 from shoestring.core.world import World
-from shoestring.models.loading import build_model
 from shoestring.training.data_loading import open_data
+from shoestring.training.user_code import import_user_code
 from tests.decode.small_server import CHATML, tokenizer
 from tests.small_runs import write_run_file
 
@@ -101,8 +101,9 @@ def losses(model, sample):
 def check_losses(folder, kind):
     """Check that no chat sees another in the samples of a run; returns whether chats share samples."""
     run = runs.load(str(run_of(folder, kind)))
-    data = open_data(run, World(), folder / "prepared")
-    model = build_model(run.settings.model, run.model, data.model_arguments, run.settings.seed).double().eval()
+    code = import_user_code(run)
+    data = open_data(run, World(), folder / "prepared", code)
+    model = code.model.build(data.model_arguments).double().eval()
     if kind in zoo.CASES:
         model.config._experts_implementation = "eager"  # the others multiply no float64
     with torch.no_grad():

@@ -104,11 +104,11 @@ def test_all_code_that_a_run_names_is_compared(tmp_path, monkeypatch):
     })  # fmt: skip
     for path in ("owned/inner.py", "sinks_alone.py", "featured.py"):
         same_run._digest.cache_clear()
-        same_run.check_ranks(run, World(rank=0, size=2, local_size=2))
+        same_run.check_ranks(run.document, World(rank=0, size=2, local_size=2))
         with (tmp_path / path).open("a") as file:
             file.write("changed = True")
         same_run._digest.cache_clear()
-        same_run.check_ranks(run, World(rank=0, size=2, local_size=2))
+        same_run.check_ranks(run.document, World(rank=0, size=2, local_size=2))
         before, after = compared[-2:]
         (differs,) = (key for key in after if before[key] != after[key])
         assert differs == f"code of {'owned.rates' if 'owned' in path else path.removesuffix('.py')}"

@@ -20,7 +20,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.data.chat_template import chat_template
 from shoestring.decode.drafters.lookup import PromptLookup
 from shoestring.decode.engine import generate as draw
-from shoestring.decode.settings import (
+from shoestring.decode.settings.generation import (
     Conversing,
     Decoding,
     Generation,

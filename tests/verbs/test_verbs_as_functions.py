@@ -14,8 +14,8 @@ from shoestring import run
 from shoestring.commands.table import GROUPS, VERBS
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
-from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Decoding, Generation, SamplingOptions, SeededOptions, Speculation
+from shoestring.decode.settings.generation import Decoding, Generation, SamplingOptions, SeededOptions, Speculation
+from shoestring.decode.settings.serving import Serving
 from shoestring.distributed.join import join
 from shoestring.memory import Budget
 from shoestring.models.loading import load_model

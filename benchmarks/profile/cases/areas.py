@@ -11,7 +11,7 @@ from benchmarks.profile.cases.case import Case, Step, with_changes
 from shoestring.decode import drawing, sampling
 from shoestring.decode.engine import Engine
 from shoestring.decode.request import Request
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models.gpt import GPT, GPTConfig
 
 

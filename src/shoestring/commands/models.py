@@ -13,8 +13,8 @@ from tyro.conf import Positional
 from shoestring.commands.printing import say, write_text
 from shoestring.commands.shared import TrainedRun
 from shoestring.core.errors import ConfigError
-from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Conversing, Decoding, Generation, SamplingOptions
+from shoestring.decode.settings.generation import Conversing, Decoding, Generation, SamplingOptions
+from shoestring.decode.settings.serving import Serving
 from shoestring.verbs.settings import FilePrediction, OneShotPruning, Quantization, SkipChoice, TaskEvaluation
 
 

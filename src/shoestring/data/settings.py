@@ -78,45 +78,61 @@ class Data:
     """Folder for `cache_disk`; defaults to a folder in ~/.cache, which later runs use again."""
 
     def __post_init__(self) -> None:
-        if self.template and self.form == "text":
-            raise ConfigError("data.template only applies to chats", hint='set data.form = "chat"')
-        smallest = BYTES + 2
-        if self.tokenizer == "bpe" and self.vocabulary < smallest:
-            raise ConfigError(
-                f"data.vocabulary is {self.vocabulary}, below {smallest}: 256 bytes, end-of-text and one merge",
-                hint='raise it, or set data.tokenizer = "bytes"',
-            )
-        if self.sequence < 0:
-            hint = "give the tokens of a sample, or 0 for what the model reads"
-            raise ConfigError(f"data.sequence is {self.sequence}", hint=hint)
-        if not 0 <= self.held_out < 1 or (self.held_out == 0 and self.form != "chat"):
-            none = "0 holds out none" if self.form == "chat" else "0.001 holds out one of few"
-            raise ConfigError(f"data.held_out is {self.held_out}", hint=f"give a fraction between 0 and 1: {none}")
-        if not all(0 < weight < math.inf for weight in self.weights):
-            raise ConfigError(f"data.weights is {list(self.weights)}", hint="give a positive number for each source")
-        if self.weights and min(self.weights) < 1e-4 * sum(self.weights):
-            raise ConfigError(
-                f"data.weights is {list(self.weights)}, of which one is below 1/10,000 of the sum",
-                hint="remove that source, or give it more",
-            )
-        if not (0 <= self.cache_memory < math.inf and 0 <= self.cache_disk < math.inf):
-            raise ConfigError(
-                "data.cache_memory and data.cache_disk are sizes in GiB", hint="give 0 or a positive number"
-            )
-        if self.per_rank and (self.cache_memory or self.cache_disk):
-            hint = "remove data.cache_memory and data.cache_disk"
-            raise ConfigError("data.per_rank cannot be combined with a cache that the ranks of a host share", hint=hint)
-        if self.clients and (self.per_rank or self.workers or self.cache_memory or self.cache_disk):
-            hint = (
-                "remove data.per_rank, data.workers and the caches: every client has a loader in the training process"
-            )
-            raise ConfigError("data.clients cannot be combined with another way to load data", hint=hint)
-        if not 0 <= self.absent < 1:
-            raise ConfigError(f"data.absent is {self.absent}", hint="give a probability from 0 to below 1")
-        if self.absent and not self.clients:
-            raise ConfigError("data.absent is for clients that train in turn", hint="set data.clients, or remove it")
-        if self.workers < 0:
-            raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
+        smallest, cached = BYTES + 2, self.cache_memory or self.cache_disk
+        none = "0 holds out none" if self.form == "chat" else "0.001 holds out one of few"
+        faults = (
+            (self.template and self.form == "text", "template only applies to chats", 'set data.form = "chat"'),
+            (
+                self.tokenizer == "bpe" and self.vocabulary < smallest,
+                f"vocabulary is {self.vocabulary}, below {smallest}: 256 bytes, end-of-text and one merge",
+                'raise it, or set data.tokenizer = "bytes"',
+            ),
+            (
+                self.sequence < 0,
+                f"sequence is {self.sequence}",
+                "give the tokens of a sample, or 0 for what the model reads",
+            ),
+            (
+                not 0 <= self.held_out < 1 or (self.held_out == 0 and self.form != "chat"),
+                f"held_out is {self.held_out}",
+                f"give a fraction between 0 and 1: {none}",
+            ),
+            (
+                not all(0 < weight < math.inf for weight in self.weights),
+                f"weights is {list(self.weights)}",
+                "give a positive number for each source",
+            ),
+            (
+                self.weights and min(self.weights) < 1e-4 * sum(self.weights),
+                f"weights is {list(self.weights)}, of which one is below 1/10,000 of the sum",
+                "remove that source, or give it more",
+            ),
+            (
+                not (0 <= self.cache_memory < math.inf and 0 <= self.cache_disk < math.inf),
+                "cache_memory and data.cache_disk are sizes in GiB",
+                "give 0 or a positive number",
+            ),
+            (
+                self.per_rank and cached,
+                "per_rank cannot be combined with a cache that the ranks of a host share",
+                "remove data.cache_memory and data.cache_disk",
+            ),
+            (
+                self.clients and (self.per_rank or self.workers or cached),
+                "clients cannot be combined with another way to load data",
+                "remove data.per_rank, data.workers and the caches: every client has a loader in the training process",
+            ),
+            (not 0 <= self.absent < 1, f"absent is {self.absent}", "give a probability from 0 to below 1"),
+            (
+                self.absent and not self.clients,
+                "absent is for clients that train in turn",
+                "set data.clients, or remove it",
+            ),
+            (self.workers < 0, f"workers is {self.workers}", "give 0 or more processes"),
+        )
+        for wrong, message, hint in faults:
+            if wrong:
+                raise ConfigError(f"data.{message}", hint=hint)
 
     @property
     def record_field(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.adapter import Adapter, OwnModel, adapt
-from shoestring.decode.settings import Passes
+from shoestring.decode.settings.generation import Passes
 from shoestring.decode.stopwatch import once
 from shoestring.models.cache import CachePlace, KVCache
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoestring.core.errors import ConfigError, ShoestringError
-from shoestring.decode.settings import FLEXIBLE_SPACE, AnswerFormat
+from shoestring.decode.settings.generation import FLEXIBLE_SPACE, AnswerFormat
 
 CACHED = 64
 """Maximum number of compiled grammars in the cache."""

@@ -1,4 +1,8 @@
-"""Settings of the distillation of drafters; does not import torch."""
+"""Settings of the distillation of drafters; does not import torch.
+
+They are not in `settings`, because a distillation generates text, and what generates reads `settings`: that would be a
+circle of imports between the two.
+"""
 
 from __future__ import annotations
 

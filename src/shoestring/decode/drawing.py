@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoestring.decode.randomness import race
 from shoestring.decode.sampling import penalize, probabilities
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 
 
 class Positions(NamedTuple):

@@ -13,7 +13,7 @@ from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.passes import Counts, Finish, Pass, RowPasses
 from shoestring.decode.request import Ending, Request, Row, TokenLogprob, logprobs
 from shoestring.decode.schedule import LONG, TokenBudget, Unread, plan_pass
-from shoestring.decode.settings import Sampling, Speculation
+from shoestring.decode.settings.generation import Sampling, Speculation
 from shoestring.decode.speculation import NOTHING, Chosen, Speculator, choose
 from shoestring.decode.stopwatch import seconds
 from shoestring.decode.waiting import WRITTEN, Waiting

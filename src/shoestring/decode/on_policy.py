@@ -20,7 +20,7 @@ from shoestring.decode.adapter import Adapter, adapt
 from shoestring.decode.engine import Engine
 from shoestring.decode.randomness import Purpose, key, uniform
 from shoestring.decode.request import Request
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models.distillation import counted
 from shoestring.models.sample_cache import sample_keys
 

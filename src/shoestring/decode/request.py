@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.constraint import Constraint
-from shoestring.decode.settings import LogitChanges, Sampling
+from shoestring.decode.settings.generation import LogitChanges, Sampling
 from shoestring.models.adapters_by_row import LoadedAdapter
 
 Ending = Literal["stop", "length", "cancelled", "failed"]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 
 COLD = 2.0**-20
 """Temperature below which the largest logit is subtracted first, because dividing by the temperature might overflow."""

@@ -15,7 +15,7 @@ from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.drawing import Positions, draw
 from shoestring.decode.randomness import Purpose, key, race, uniform
 from shoestring.decode.sampling import penalize, probabilities
-from shoestring.decode.settings import Speculation, Verification
+from shoestring.decode.settings.generation import Speculation, Verification
 from shoestring.decode.stopwatch import seconds
 from shoestring.decode.verification import common_prefix, one_hot, verify_block, verify_tokens
 

@@ -18,7 +18,6 @@ from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.data.loader import check_batch
 from shoestring.models.blocks import repeated, routers
-from shoestring.models.loading import build_model
 from shoestring.parallel import DDP, Pipeline
 from shoestring.planning.predict import Predicted, predict
 from shoestring.planning.step import (
@@ -140,9 +139,8 @@ class PlanSearch:
         self.refusals = dict[str, str]()
         """Text that names features that do not fit the run -> the reason."""
         self._unfit = list[Feature]()
-        settings = run.settings
         with torch.device("meta"):
-            model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
+            model = code.model.build(data.model_arguments)
         self._model = model  # checks of features only read it
         self.blocks = len(repeated(model))
         norms = any(isinstance(one, _BatchNorm) for one in model.modules())

@@ -114,13 +114,13 @@ class SSTE(Sparsity):
     down to zero, so that sparse weights are continuous functions of the dense weights. The dense weights are trained
     with straight-through gradients."""
 
-    fp8: bool = False
+    simulate_fp8: bool = False
     """Round the inputs of every product of a sparse layer to 8 bits (e4m3 forward, e5m2 for gradients). The setting
     simulates the effect of FP8 on the loss, and makes no step faster."""
 
     @property
     def inexact(self) -> Inexact:
-        return "numbers" if self.fp8 or self.mvue else ""
+        return "numbers" if self.simulate_fp8 or self.mvue else ""
 
     def method(self, attachments: Attachments) -> SparseMethod:
         from shoestring.sparse.soft import Shrunk

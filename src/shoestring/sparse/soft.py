@@ -34,7 +34,7 @@ class Shrunk:
     """Soft-thresholded weights of S-STE; see `attached.SparseMethod`."""
 
     def __init__(self, attachments: Attachments, settings: SSTE) -> None:
-        self.attachments, self.fp8, self.dense, self.two_four = attachments, settings.fp8, False, True
+        self.attachments, self.fp8, self.dense, self.two_four = attachments, settings.simulate_fp8, False, True
         self.scales: dict[str, Tensor] = {}
 
     def prepare(self, name: str, weight: Tensor) -> None:

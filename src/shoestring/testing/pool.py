@@ -127,16 +127,11 @@ class Pool:
         self._workers = []
 
     def _ask(self, scenario: str, arguments: dict[str, Any], timeout: float) -> list[Reply]:
+        """Send a request to all ranks and receive one reply from each; after a failure, the other ranks get only
+        `patience` seconds more, because they may wait for the failed rank in a collective."""
         request = json.dumps({"scenario": scenario, "arguments": arguments, "path": sys.path}) + "\n"
         for worker in self._workers:
             worker.send(request)
-        return self._collect(timeout)
-
-    def _collect(self, timeout: float) -> list[Reply]:
-        """Receive one reply from each rank; after a failure, the other ranks get only `patience` seconds more.
-
-        Other ranks may wait for the failed rank in a collective.
-        """
         replies: dict[int, Reply] = {}
         deadline, late = time.monotonic() + timeout, "Timeout"
         with selectors.DefaultSelector() as selector:
@@ -144,7 +139,7 @@ class Pool:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
             while len(replies) < self.ranks and (left := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
-                    worker: _Worker = key.data
+                    worker = key.data
                     if (reply := worker.receive()) is None:
                         continue
                     replies[worker.rank] = reply | {"order": len(replies)}

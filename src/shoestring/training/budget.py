@@ -14,7 +14,7 @@ import logging
 import sys
 import tomllib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -31,12 +31,10 @@ from shoestring.memory.predicted import device_type, predict
 from shoestring.memory.settings.budget import BudgetChoice, Knob
 from shoestring.memory.step_cost import CostedTensors, RecomputeLevel, levels, measure_rates
 from shoestring.models.blocks import repeated
-from shoestring.models.loading import build_model
 from shoestring.optim import AdamW, AdamW8bit
 from shoestring.parallel import DDP, FSDP
 from shoestring.run import Run, parse
-from shoestring.training.data_loading import model_arguments, own_data
-from shoestring.training.named_files import is_own
+from shoestring.training.data_loading import outlined_data
 from shoestring.training.user_code import import_user_code
 
 log = logging.getLogger("shoestring")
@@ -113,9 +111,8 @@ class BudgetSearch:
     def __init__(self, run: Run, world: World, gathered: float = GIGABIT) -> None:
         self.run, self.gathered = run, gathered
         self.world = arrange_mesh(world, run.features)
-        self.arguments = model_arguments(run)
         self.code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
-        self.data = replace(own_data(run), collate=self.code.collate) if is_own(run) else None
+        self.arguments, self.data = outlined_data(run, self.code)
         self.others = tuple(feature for feature in run.features if not isinstance(feature, Budget))
         self.device = device_type()
         self.readers = self.world.ranks_over(("hosts", "local"))
@@ -151,8 +148,7 @@ class BudgetSearch:
 
     def _model(self) -> torch.nn.Module:
         with torch.device("meta"):
-            settings = self.run.settings
-            return build_model(settings.model, self.run.model, self.arguments, settings.seed, trust=self.code.model)
+            return self.code.model.build(self.arguments)
 
     def peak(self, features: tuple[Feature, ...], accumulate: int) -> float:
         """Predicted peak of a rank in bytes; infinite if features conflict."""

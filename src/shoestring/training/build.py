@@ -19,7 +19,6 @@ from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.data.clients import ClientLoader, Clients, ClientStates
 from shoestring.data.loader import Loader, check_batch
-from shoestring.models.loading import build_model
 from shoestring.planning.system import free_memory
 from shoestring.run import Run, Settings
 from shoestring.training.data_loading import DataSets, sample_bytes
@@ -31,7 +30,7 @@ def build_job(run: Run, code: UserCode, world: World, data: DataSets, trace: Tra
     settings = run.settings
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(settings.deterministic or deterministic)
-    model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
+    model = code.model.build(data.model_arguments)
     if not any(feature.places_model for feature in run.features):
         model = model.to(world.device)
     job = Job(model, code.forward, code.loss, progress=progress_of(settings), world=world, trace=trace)

@@ -27,7 +27,6 @@ from shoestring.run import Run, technique
 from shoestring.settings import structure
 from shoestring.storage.whole import write_atomic
 from shoestring.training.budget import GIGABIT, BudgetSearch, rounded
-from shoestring.training.named_files import is_own
 
 FILE = "choices.json"
 """Name of the file in a run folder that holds the choice."""
@@ -81,32 +80,8 @@ def with_choice(run: Run, world: World, budget: Budget, choice: BudgetChoice) ->
 def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gathered: float) -> dict[str, Any]:
     """Reuse the choice of the resumed run if it was made under the same conditions; otherwise search for a new one."""
     budget.check_limit()
-    conditions = _conditions(run, world)
-    choice = _recorded(run, folder, conditions)
-    if choice is None:
-        alone = not dist.is_initialized()
-        if alone:
-            choice = asdict(BudgetSearch(run, world).within(budget))
-        else:
-            # Prediction needs fake ranks, and this process has a real process group.
-            numbers = map(str, (world.size, world.local_size, gathered))
-            command = [sys.executable, "-P", "-m", "shoestring.training.budget", *numbers]
-            done = subprocess.run(command, input=run.dump(), capture_output=True, text=True, check=False)
-            if done.returncode == ShoestringError.code:
-                raise ShoestringError.from_parts(json.loads(done.stdout))
-            if done.returncode:
-                raise ConfigError(f"the search of `memory.budget` failed: {done.stderr.strip()[-500:]}")
-            choice = json.loads(done.stdout)
-    if folder is not None:
-        record = {budget.name: {"for": conditions, "choice": choice}}
-        write_atomic(folder / FILE, json.dumps(record, indent=2).encode())
-    return choice
-
-
-def _conditions(run: Run, world: World) -> dict[str, Any]:
-    """The facts that a choice depends on; a stored choice is reused only if its facts are equal to these."""
     settings = run.settings
-    conditions = {
+    depends_on = {
         "model": settings.model,
         "arguments": dict(run.model),
         "batch": settings.batch,
@@ -117,8 +92,27 @@ def _conditions(run: Run, world: World) -> dict[str, Any]:
         "ranks": world.size,
         "ranks of a host": world.local_size,
     }
-    own = {"data": settings.data} if is_own(run) else {}
-    return json.loads(json.dumps(conditions | own))
+    depends_on |= {"data": settings.data} if run.has_own_data else {}
+    conditions = json.loads(json.dumps(depends_on))  # as a stored choice has them
+    choice = _recorded(run, folder, conditions)
+    if choice is None:
+        alone = not dist.is_initialized()
+        if alone:
+            choice = asdict(BudgetSearch(run, world).within(budget))
+        else:
+            # Prediction needs fake ranks, and this process has a real process group.
+            numbers = map(str, (world.size, world.local_size, gathered))
+            command = [sys.executable, "-P", "-m", "shoestring.training.budget", *numbers]
+            done = subprocess.run(command, input=run.toml, capture_output=True, text=True, check=False)
+            if done.returncode == ShoestringError.code:
+                raise ShoestringError.from_parts(json.loads(done.stdout))
+            if done.returncode:
+                raise ConfigError(f"the search of `memory.budget` failed: {done.stderr.strip()[-500:]}")
+            choice = json.loads(done.stdout)
+    if folder is not None:
+        record = {budget.name: {"for": conditions, "choice": choice}}
+        write_atomic(folder / FILE, json.dumps(record, indent=2).encode())
+    return choice
 
 
 def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict[str, Any] | None:

@@ -38,8 +38,8 @@ from shoestring.models.saving import model_folder
 from shoestring.models.tokenizer_files import find_tokenizer, missing_tokenizer
 from shoestring.naming import harness_tasks, resolve
 from shoestring.run import Run, Settings
-from shoestring.training.named_files import is_own
 from shoestring.training.packing import faults_of_layouts, laid_out
+from shoestring.training.user_code import UserCode
 
 log = logging.getLogger("shoestring.data")
 
@@ -111,23 +111,21 @@ class DataSets:
         return part.targets_per_byte / math.log(2)
 
 
-def open_data(run: Run, world: World, folder: Path, collate: Collate | None = None) -> DataSets:
+def open_data(run: Run, world: World, folder: Path, code: UserCode) -> DataSets:
     """Open the data, and check that it is equal on all hosts; at first use, prepare it in `folder`. A collective.
-
-    Args:
-        collate: the function that `run.collate` names.
 
     Raises:
         DataError: the data is unusable, or differs between hosts.
     """
     check_form(run)
-    if is_own(run):
-        return replace(_own(run, world), collate=collate)
+    if run.has_own_data:
+        return replace(_own(run, world), collate=code.collate)
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     corpus = prepare(run.settings.data, folder, settings, world=world)
     world.agree(lambda: check_teachers(run, corpus.tokenizer))
-    corpus = laid_out(corpus, world.decide(lambda: faults_of_layouts(run, corpus)))
-    return DataSets(corpus.train, corpus.held_out, corpus, collate)
+    own_forward = bool(run.settings.forward)
+    corpus = laid_out(corpus, world.decide(lambda: faults_of_layouts(code.model, corpus, own_forward=own_forward)))
+    return DataSets(corpus.train, corpus.held_out, corpus, code.collate)
 
 
 def check_form(run: Run) -> None:
@@ -136,7 +134,7 @@ def check_form(run: Run) -> None:
     Raises:
         ConfigError, DataError: a setting works only with the other form.
     """
-    own = is_own(run)
+    own = run.has_own_data
     if own and run.settings.baselines:
         raise DataError("`run.baselines` works only on text, which this data set is not", hint="remove run.baselines")
     if own and run.settings.prompts:
@@ -174,9 +172,9 @@ def model_arguments(run: Run) -> dict[str, Any]:
         ConfigError: the user's own data set, or a tokenizer, does not exist.
         DataError: a file does not exist, or there is no chat template of this name.
     """
-    if is_own(run):
+    if run.has_own_data:
         if not is_mnist(run.sources[0]):
-            resolve(run.sources[0], "run.data", run.trust("run.data"))
+            resolve(run.sources[0], "run.data", run.trusts["run.data"])
         return {}
     tokenizer, vocabulary = tokenizer_of(run), run.data.vocabulary
     if tokenizer == "bytes":
@@ -197,15 +195,29 @@ def model_arguments(run: Run) -> dict[str, Any]:
     return {"vocab_size": vocabulary, "context": run.data.sequence}
 
 
-def sequence_of(run: Run) -> int:
+def outlined_data(run: Run, code: UserCode) -> tuple[dict[str, Any], DataSets | None]:
+    """What the prediction of a step needs of the data: arguments of the model (see `model_arguments`), and the user's
+    own data sets. Text is not prepared, so for text there are no data sets.
+
+    Raises:
+        ConfigError, DataError: the data does not exist.
+    """
+    if run.has_own_data:
+        return {}, replace(own_data(run), collate=code.collate)
+    return model_arguments(run), None
+
+
+def sequence_of(settings: Data, model: str, arguments: Mapping[str, Any]) -> int:
     """Number of tokens in a sample: `data.sequence`, or the limit of the model's configuration if the setting is 0.
+
+    Args:
+        model: the value of `run.model`; empty if it names code that may not be imported.
+        arguments: the table [model].
 
     Raises:
         ConfigError, CheckpointError: the model does not exist, or its folder is damaged.
     """
-    if run.data.sequence:
-        return run.data.sequence
-    return run.data.longest(None if "run.model" in run.unread else context_of(run.settings.model, run.model))
+    return settings.sequence or settings.longest(context_of(model, arguments))
 
 
 def context_of(target: str, arguments: Mapping[str, Any]) -> int | None:
@@ -222,11 +234,6 @@ def context_of(target: str, arguments: Mapping[str, Any]) -> int | None:
         return sizes(outline(target))[0]
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return sizes(build_model(target, arguments, {}, weights=False))[0]
-
-
-def with_sequence(run: Run, sequence: int) -> Run:
-    """Return the run with `sequence`, the result of `sequence_of`, as the number of tokens in a sample."""
-    return replace(run, data=replace(run.data, sequence=sequence))
 
 
 def with_steps(settings: Settings, data: DataSets) -> Settings:
@@ -327,7 +334,7 @@ def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
     if is_mnist(source):
         made: Any = mnist(Path(source))
     else:
-        open_own = resolve(source, "run.data", run.trust("run.data"))
+        open_own = resolve(source, "run.data", run.trusts["run.data"])
         try:
             made = open_own(*((rank, ranks) if run.data.per_rank else ()), **run.data.arguments)
         except TypeError as error:

@@ -1,4 +1,4 @@
-"""Start and end of a run: open its metric sinks and log its first lines; finally evaluate, export and report."""
+"""End of a run: evaluate, export the model, generate samples, and write the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shoestring import figures, report
+from shoestring import report
 from shoestring.core.feature import Feature, export_weights
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.trace import span
@@ -26,35 +26,29 @@ from shoestring.data import baselines
 from shoestring.data.chat_ends import ends_learnt
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.engine import generate
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 from shoestring.models import hf, slorb
 from shoestring.models.beside import Beside
 from shoestring.models.description import describe_model
 from shoestring.models.gpt import GPT
 from shoestring.models.loading import build_model, origin_of, origin_trust
-from shoestring.models.quantized import rounded_parameters
 from shoestring.models.saving import PRETRAINED, base_name, save_in_place_of_model, save_model
 from shoestring.naming import Trust
 from shoestring.planning.system import memory_or_disk
 from shoestring.report import history_file, timeline
-from shoestring.report.console import Console
-from shoestring.report.findings import Findings
-from shoestring.report.sinks import JsonLines, Sink, evaluations_of
-from shoestring.report.trackers import Opener, Tracker
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets
 from shoestring.training.evaluation import Best, Evaluations, evaluate
-from shoestring.training.newest_rows import NewestRows
 from shoestring.training.saved_memory import SavingsTables
+from shoestring.training.start import total_steps
 from shoestring.training.throughput import Meter, memory_gib
+from shoestring.training.user_code import NamedModel
 
 log = logging.getLogger("shoestring")
 
 _ALIGNED = 64  # alignment of tensors in a `_Room`, in bytes
 SAMPLE_TOKENS = 160  # number of tokens in a sample of generated text
-FEW_STEPS = 60
-"""Number of optimizer steps below which the log suggests more steps, if `run.epochs` sets the length of the run."""
 
 
 @dataclass(frozen=True)
@@ -65,115 +59,6 @@ class Result:
     folder: Path
     metrics: dict[str, float]
     """The last value of each metric, on every rank; a finished run also has metrics on held-out data."""
-
-
-def open_meter(
-    job: Job, run: Run, data: DataSets, folder: Path, newest: NewestRows, openers: Mapping[str, Opener]
-) -> Meter:
-    """Open the throughput meter; on the first rank it writes to the sinks of the run. A collective.
-
-    Args:
-        openers: name of a sink -> function that opens the sink, for all sinks but the console and metrics.jsonl.
-    """
-    attachments = attachments_of(job)
-
-    def open_sinks() -> list[Sink]:
-        step, file = job.progress.step, folder / "metrics.jsonl"
-        continues = file.exists()  # otherwise this is a new run that starts from another run's checkpoint
-        rows, findings = JsonLines(file), Findings(folder)
-        rows.truncate_after(step)
-        findings.truncate_after(step)
-        if continues:
-            newest.write_missing(rows)
-        sinks: list[Sink] = [Console(lambda: _total_steps(job)), findings, rows]
-        for name, opener in openers.items():
-            sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
-        return sinks
-
-    sinks = job.world.agree(lambda: open_sinks() if job.world.first else [])
-    model = attachments.module
-    # 6 floating-point operations per parameter and token: 2 in the forward pass, 4 in the backward pass.
-    flops = model.flops_per_token(run.data.sequence) if isinstance(model, GPT) else 6 * job.trace.parameters
-    # If a feature at LOSS changed the loss, the loss is not the cross-entropy, so it does not give bits per byte.
-    bits = data.bits(held_out=False) if attachments.loss is attachments.task_loss else 0.0
-    meter = Meter(job, sinks, flops, bits, run.settings.batch)
-    newest.unwritten = meter.unwritten
-    meter.evaluated = evaluations_of(folder / "metrics.jsonl", job.progress.step)
-    return meter
-
-
-def _total_steps(job: Job) -> int:
-    """Number of steps of the whole run if the gain per step stays the same; 0 if the total is not known."""
-    progress = job.progress
-    left = max(progress.total - progress.position, 0.0) / progress.gain
-    return progress.step + math.ceil(left - 1e-6) if progress.total else 0
-
-
-# -- the first lines --------------------------------------------------------------------------------------------------
-
-
-def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
-    """Log lines at the start of a run: its ranks, data, model, and features with the reasons for their choices."""
-    world, settings, threads = job.world, run.settings, torch.get_num_threads()
-    device = f"CPU with {threads} thread{'s' * (threads > 1)} a rank (no GPU found)"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    yield f"{run.name} in {folder}"
-    yield f"{world.size} rank{'s' * (world.size > 1)} on {world.hosts} host{'s' * (world.hosts > 1)}, {device}"
-    if data.corpus is not None:
-        corpus = data.corpus
-        unit = "documents" if run.data.form == "text" else "records"
-        learnt = "" if run.data.form == "text" else " of answers to learn"
-        yield (
-            f"data: {' + '.join(run.sources)}, {corpus.documents:,} {unit}, {figures.size(corpus.bytes)}{learnt}, "
-            f"{figures.count(corpus.train.tokens)} tokens to train on, vocabulary {corpus.vocab_size}"
-        )
-        yield from (f"  {note}" for note in corpus.train.notes)
-    length = f"{settings.minutes:g} minutes" if settings.minutes else f"{settings.steps} steps"
-    total = sum(parameter.numel() for parameter in attachments_of(job).named().values()) + rounded_parameters(
-        attachments_of(job).module
-    )
-    trained = f", {_count(job.trace.parameters)} of them trained" if job.trace.parameters < total else ""
-    yield f"model: {settings.model}, {_count(total)} parameters{trained}; {length} of {settings.batch} samples"
-    if settings.epochs and settings.steps < FEW_STEPS:
-        more = " or --batch 1 --accumulate 1" if settings.batch > 1 and world.size == 1 else ""
-        enough = math.ceil(settings.epochs * FEW_STEPS / settings.steps)
-        yield f"  {settings.steps} steps are few: --epochs {enough}{more} makes more of them"
-        if rate := next((f"--{feature.name}.lr" for feature in run.features if hasattr(feature, "lr")), ""):
-            yield f"  a small model also learns more from each at a higher {rate}"
-    for feature in attachments_of(job).features:
-        why = feature.explain(attachments_of(job))
-        yield f"  {feature.name}{': ' + why if why else ''}"
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number:,}"
-
-
-def repeated(resumed: int | None, reached: int) -> Iterator[str]:
-    """A log line: the step that the run resumes from, and how many steps it will repeat.
-
-    Args:
-        resumed: step of the checkpoint; None if there was no checkpoint.
-        reached: last step that the run did before it ended; 0 for a new run.
-    """
-    begun = resumed or 0
-    lost = max(reached - begun, 0)
-    again = f"{lost} step{'s are' if lost > 1 else ' is'} repeated, up to {reached}" if lost else ""
-    if resumed is not None:
-        yield f"resumed from step {begun}" + (f"; {again}" if again else "")
-    elif again:
-        yield f"there was no checkpoint: {again}"
-
-
-def changed_by_resuming(job: Job) -> Iterator[str]:
-    """Log lines on what features do differently because the run is resumed with different settings."""
-    attachments = attachments_of(job)
-    lines = (feature.explain_resume(attachments) for feature in attachments.features if job.progress.step)
-    return filter(None, lines)
-
-
-# -- the end ----------------------------------------------------------------------------------------------------------
 
 
 def close(
@@ -267,18 +152,17 @@ class ExportedModel:
     beside: Beside
 
 
-def describe_export(run: Run, trust: Trust, data: DataSets, folder: Path) -> ExportedModel:
-    """Gather what exports of the run's model hold besides the weights.
+def describe_export(model: NamedModel, data: DataSets, folder: Path) -> ExportedModel:
+    """Gather what exports of a run's model hold besides the weights.
 
     Args:
-        trust: who vouches for the code that `run.model` names.
         folder: the folder of the run.
     """
-    target, tokenizer = run.settings.model, data.corpus.tokenizer if data.corpus else None
-    origin = origin_of(target, run.model, data.model_arguments, run.settings.project)
+    target, tokenizer = model.target, data.corpus.tokenizer if data.corpus else None
+    origin = origin_of(target, model.arguments, data.model_arguments, model.trust.project)
     learnt = ends_learnt(data.corpus.train, data.corpus.tokenizer) if data.corpus else []
     beside = Beside(pretrained if (pretrained := folder / PRETRAINED).is_dir() else None, learnt)
-    return ExportedModel(origin, origin_trust(target, trust), base_name(target), tokenizer, beside)
+    return ExportedModel(origin, origin_trust(target, model.trust), base_name(target), tokenizer, beside)
 
 
 def export(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
@@ -446,7 +330,7 @@ def _summary(job: Job, seconds: float, meter: Meter, held_out: dict[str, float])
     return {
         "message": "",
         "steps": job.progress.step,
-        "total_steps": _total_steps(job),
+        "total_steps": total_steps(job.progress),
         "tokens": job.progress.tokens,
         "unit": meter.unit,
         "seconds": seconds,

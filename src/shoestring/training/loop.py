@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from shoestring.core.errors import CheckpointError, ConfigError
@@ -20,22 +18,21 @@ from shoestring.data.clients import ClientLoader
 from shoestring.data.loader import Loader
 from shoestring.models.saving import remember
 from shoestring.report.recorder import Recorder
-from shoestring.report.sinks import Sink, newest_step
+from shoestring.report.sinks import Sink
 from shoestring.run import Run, Settings
 from shoestring.training import finish, run_folder
 from shoestring.training.build import build_job, build_loader, keep_loader
 from shoestring.training.choices import within_budget
 from shoestring.training.clock import TrainingClock
-from shoestring.training.data_loading import open_data, sequence_of, to_device, with_sequence, with_steps
+from shoestring.training.data_loading import open_data, sequence_of, to_device, with_steps
 from shoestring.training.evaluation import Evaluations
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
 from shoestring.training.newest_rows import NewestRows
 from shoestring.training.same_run import check_ranks
 from shoestring.training.saved_memory import predicted_savings
+from shoestring.training.start import begin
 from shoestring.training.throughput import Meter
 from shoestring.training.user_code import import_user_code
-
-log = logging.getLogger("shoestring")
 
 
 def train(
@@ -58,20 +55,21 @@ def train(
     Raises:
         ShoestringError: the user can correct the cause; raised on all ranks. Earlier checkpoints are intact.
     """
-    check_ranks(run, world)
+    check_ranks(run.document, world)
     run = run.completed(world)
-    run = with_sequence(run, world.decide(lambda: sequence_of(run)))
+    sequence = world.decide(lambda: sequence_of(run.data, run.settings.model, run.model))
+    run = replace(run, data=replace(run.data, sequence=sequence))
     with ExitStack() as stack:
         path = Path(world.decide(lambda: str(run_folder.claim(run, stack))))
         # If hosts do not share a disk, the folder of the same name on another host may hold another run.
         world.agree(lambda: run_folder.check_same(path, run.document) if world.local_rank == 0 else None)
         stack.enter_context(writable(path))
-        run = within_budget(run, world, path).placed(path)
+        run = within_budget(run, world, path)
         code = world.agree(lambda: import_user_code(run, skip=() if world.first else ("run.sinks",)))
-        data = open_data(run, world, path, code.collate)
+        data = open_data(run, world, path, code)
         stack.callback(data.close)
         settings = with_steps(run.settings, data)
-        run = replace(run, settings=settings)
+        run = replace(run, settings=settings, features=tuple(feature.placed(path) for feature in run.features))
         world.agree(lambda: remember(settings.model, path) if world.local_rank == 0 else None)
         trace = stack.enter_context(Trace(rank=world.rank, host=world.host))
         job = stack.enter_context(build_job(run, code, world, data, trace))
@@ -82,7 +80,7 @@ def train(
         loader = build_loader(job, data, settings, run.data.workers, run.data.absent)
         stack.callback(loader.close)
         keep_loader(job, loader, data)
-        save = partial(finish.export, job, finish.describe_export(run, code.model, data, path))
+        save = partial(finish.export, job, finish.describe_export(code.model, data, path))
         evaluations = world.agree(lambda: Evaluations(job, settings, data, code.evaluate, partial(save, path / "best")))
         newest = NewestRows(job)
         clock = TrainingClock(job, settings)
@@ -90,15 +88,11 @@ def train(
         resumed = _resume(job, settings)
         if record is not None and resumed is not None:
             record.resumed()
-        reached = newest_step(path / "metrics.jsonl")
         clock.count_earlier_starts(path, resumed)
         openers = dict(code.sinks)
         for number, sink in enumerate(sinks):
             openers[f"{type(sink).__name__} ({number})"] = lambda _folder, _title, _settings, sink=sink: sink
-        meter = stack.enter_context(finish.open_meter(job, run, data, path, newest, openers))
-        lines = finish.opening(job, run, data, path), finish.repeated(resumed, reached), finish.changed_by_resuming(job)
-        for line in chain(*lines):
-            log.info(line)
+        meter = begin(job, run, data, path, newest, openers, resumed, stack)
         if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only in this thread
             stack.enter_context(stop_on_signals(job))
         world.barrier()

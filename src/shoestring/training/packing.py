@@ -22,39 +22,39 @@ from shoestring.data.preferences import PreferenceDataset
 from shoestring.models import hf
 from shoestring.models.behaviour import packing_fault, sharing_fault
 from shoestring.models.gpt import GPT
-from shoestring.models.loading import build_model
-from shoestring.run import Run
+from shoestring.training.user_code import NamedModel
 
 log = logging.getLogger("shoestring")
 
 
-def faults_of_layouts(run: Run, corpus: Corpus) -> dict[str, str]:
-    """Reasons why the run's model cannot read a layout of samples: "packed", or "shared" (for preferences only).
+def faults_of_layouts(model: NamedModel, corpus: Corpus, *, own_forward: bool) -> dict[str, str]:
+    """Reasons why a model cannot read a layout of samples: "packed", or "shared" (for preferences only).
 
     The function builds the model to test it; a model of transformers is built without weights.
+
+    Args:
+        own_forward: whether `run.forward` is set.
 
     Raises:
         ShoestringError: the model cannot be built.
     """
     if not _has(ChatDataset, corpus.train):
         return {}
-    if run.settings.forward:
+    if own_forward:
         return {"packed": "`run.forward` is your own, which may leave out positions and masks"}
-    settings, trust, length = run.settings, run.trust("run.model"), corpus.train.sequence
+    length = corpus.train.sequence
     arguments = {"vocab_size": corpus.vocab_size, "context": length}
-
-    def build(device: str) -> nn.Module:
-        with torch.device(device):
-            return build_model(settings.model, run.model, arguments, settings.seed, weights=False, trust=trust)
-
     with torch.random.fork_rng(devices=[]):
-        outline = build("meta")
-        if isinstance(outline, GPT):
+        with torch.device("meta"):
+            built = model.build(arguments, weights=False)
+        if isinstance(built, GPT):
             return {}
-        model = outline if hf.is_pretrained(outline) else build("cpu")
-        shared = sharing_fault(model, corpus.vocab_size, length) if _has(PreferenceDataset, corpus.train) else ""
+        if not hf.is_pretrained(built):
+            with torch.device("cpu"):
+                built = model.build(arguments, weights=False)
+        shared = sharing_fault(built, corpus.vocab_size, length) if _has(PreferenceDataset, corpus.train) else ""
         if shared or not _has(PreferenceDataset, corpus.train):
-            packed = _packing_fault(model, corpus.vocab_size, length)
+            packed = _packing_fault(built, corpus.vocab_size, length)
         else:
             packed = ""  # the mask that separates answers with a shared prompt also separates packed chats
     return {layout: fault for layout, fault in (("packed", packed), ("shared", shared)) if fault}

@@ -22,8 +22,8 @@ from shoestring.training.data_loading import (
     tokenizer_of,
     with_lengths,
 )
-from shoestring.training.named_files import is_own
 from shoestring.training.packing import faults_of_layouts, laid_out
+from shoestring.training.user_code import model_of
 
 QUICK = 1 << 20
 """Maximum size, in bytes, of a source that the check prepares completely."""
@@ -56,7 +56,7 @@ def preview(run: Run, folder: Path, ranks: int = 1) -> DataPreview:
         ConfigError, DataError: `open_data` would refuse the data. Faults in data that is not read go unnoticed.
     """
     check_form(run)
-    if is_own(run):
+    if run.has_own_data:
         data = own_data(run, 0, ranks)
         if run.data.per_rank:
             others = (own_data(run, rank, ranks) for rank in range(1, ranks))
@@ -71,7 +71,8 @@ def preview(run: Run, folder: Path, ranks: int = 1) -> DataPreview:
             corpus = prepare_mixture(run.sources, settings, folder)
         check_teachers(run, corpus.tokenizer)
         if "run.model" not in run.unread:
-            corpus = laid_out(corpus, faults_of_layouts(run, corpus))
+            faults = faults_of_layouts(model_of(run), corpus, own_forward=bool(run.settings.forward))
+            corpus = laid_out(corpus, faults)
         data = DataSets(corpus.train, corpus.held_out, corpus)
         return DataPreview(data, data.model_arguments)
     arguments = model_arguments(run)

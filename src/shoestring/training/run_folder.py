@@ -60,14 +60,14 @@ def claim(run: Run, stack: ExitStack) -> Path:
     stack.callback(_undo, folder, time.monotonic() if new else None)
     try:
         write_atomic(folder / "environment.json", json.dumps(environment(run.settings.seed), indent=2).encode())
-        write_atomic(folder / "run.toml", run.dump().encode())
+        write_atomic(folder / "run.toml", run.toml.encode())
     except OSError as error:
         raise _unwritable(folder, error.strerror) from error
     vouch(folder)
     return folder
 
 
-def check_claim(run: Run) -> Iterator[str]:
+def check_claim(run: Run) -> list[str]:
     """Check whether `claim` would succeed, without writing anything.
 
     Returns:
@@ -84,17 +84,13 @@ def check_claim(run: Run) -> Iterator[str]:
         reason = errno.EEXIST if there == folder else errno.ENOTDIR
     if reason:
         raise _unwritable(folder, os.strerror(reason))
-    return _occupied(folder, run)
-
-
-def _occupied(folder: Path, run: Run) -> Iterator[str]:
     if (folder / LOCK).is_file():
         if (lock := Lock.of(folder / LOCK)) is None:
-            yield _in_use(folder, (folder / LOCK).read_text(errors="replace")[:200].strip()).parts()[1]
-            return
+            return [_in_use(folder, (folder / LOCK).read_text(errors="replace")[:200].strip()).parts()[1]]
         lock.release()
     if run.settings.resume is False and _has_begun(folder):
-        yield "; ".join(_taken(folder).parts()[1:])
+        return ["; ".join(_taken(folder).parts()[1:])]
+    return []
 
 
 def check_resume(run: Run) -> None:

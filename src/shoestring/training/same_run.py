@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -15,14 +16,16 @@ import torch
 
 import shoestring
 from shoestring.core.world import World
-from shoestring.run import Run
 from shoestring.run_code import code_of
 
 _SOURCES = (".py", ".c", ".cpp", ".h", ".toml")
 
 
-def check_ranks(run: Run, world: World) -> None:
+def check_ranks(document: Mapping[str, Any], world: World) -> None:
     """Check that all ranks were started with the same settings and the same code. A collective.
+
+    Args:
+        document: content of the run file, as `Run.document` returns it.
 
     Raises:
         ConfigError: a setting or the code differs between ranks. The error is raised on all ranks, and names the key,
@@ -30,16 +33,17 @@ def check_ranks(run: Run, world: World) -> None:
     """
     if world.size == 1:
         return
-    document = run.document
-    document["run"].pop("project")  # hosts may have the project in different folders; its code is compared below
+    # Hosts may have the project in different folders; its code is compared below.
+    settings = {key: value for key, value in document["run"].items() if key != "project"}
     facts: dict[str, Any] = {
         **document,
+        "run": settings,
         "version of Python": ".".join(map(str, sys.version_info[:2])),
         "version of torch": torch.__version__,
         "version of shoestring": _version(),
         "code of shoestring": _digest(Path(shoestring.__file__).parent),
     }
-    for name in sorted({name for names in code_of(run.document).values() for name in names}):
+    for name in sorted({name for names in code_of(document).values() for name in names}):
         module = name.partition(":")[0]
         facts[f"code of {module}"] = _digest_of_module(module)
     world.alike(facts, "start all ranks with the same run file, the same flags and the same code")

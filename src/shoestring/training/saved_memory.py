@@ -33,11 +33,9 @@ from shoestring.core.world import World
 from shoestring.memory import Budget
 from shoestring.memory.fact_names import KIND_FACT
 from shoestring.memory.predicted import is_predicted, predict
-from shoestring.models.loading import build_model
 from shoestring.run import Run, parse
-from shoestring.training.data_loading import model_arguments, own_data
-from shoestring.training.named_files import is_own
-from shoestring.training.user_code import import_user_code
+from shoestring.training.data_loading import model_arguments, outlined_data
+from shoestring.training.user_code import NamedModel, import_user_code, model_of
 
 log = logging.getLogger("shoestring")
 
@@ -110,7 +108,7 @@ def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
         try:
             with suppress(OSError):  # the process may already have ended
                 os.setpriority(os.PRIO_PGRP, process.pid, _PRIORITY)
-                process.stdin.write(alone.dump())
+                process.stdin.write(alone.toml)
                 process.stdin.close()
             process.stdin = None
             yield partial(_tables, process)
@@ -163,9 +161,10 @@ def predict_savings(run: Run, ranks: int, apply: Callable[..., Iterable[int]] = 
 def _peak(run: Run, ranks: int) -> int:
     world = arrange_mesh(World(size=ranks, local_size=ranks), run.features)
     settings, features = run.settings, resolve_all(run.completed(world).features, world)
-    code, model = import_user_code(run, skip=("run.evaluate", "run.sinks")), _outline(run)
+    code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
+    arguments, data = outlined_data(run, code)
+    model = _outline(code.model, arguments)
     shape = settings.batch // ranks // settings.accumulate, run.data.sequence
-    data = replace(own_data(run), collate=code.collate) if is_own(run) else None
     return predict(
         model,
         features,
@@ -178,11 +177,9 @@ def _peak(run: Run, ranks: int) -> int:
     ).peak
 
 
-def _outline(run: Run) -> nn.Module:
-    """The model of a run, without weights."""
+def _outline(model: NamedModel, from_data: Mapping[str, Any]) -> nn.Module:
     with torch.device("meta"):
-        arguments, trust = model_arguments(run), run.trust("run.model")
-        return build_model(run.settings.model, run.model, arguments, run.settings.seed, weights=False, trust=trust)
+        return model.build(from_data, weights=False)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -191,7 +188,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks of the run")
     chosen = parser.parse_args(arguments)
     run = parse(tomllib.loads(sys.stdin.read()))
-    _outline(run)  # before forking, imports what all forked processes need
+    _outline(model_of(run), model_arguments(run))  # before forking, imports what all forked processes need
     with ProcessPoolExecutor(len(saving(run.features)) + 1, multiprocessing.get_context("fork")) as pool:
         saved = predict_savings(run, chosen.ranks, pool.map)
     document: dict[str, Any] = {"peak": saved.peak, "without": dict(saved.without)}

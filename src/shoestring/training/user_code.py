@@ -7,19 +7,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from shoestring.core.task import Collate, Forward, Loss, call_model, cross_entropy
 from shoestring.decode.harness.tasks import Tasks
+from shoestring.models.loading import build_model
 from shoestring.naming import Trust, harness_tasks, resolve
 from shoestring.report.trackers import TRACKERS, Opener
 from shoestring.run import Run
 
 
 @dataclass(frozen=True)
-class UserCode:
-    """The user's own functions that training calls; the data set is not among them, because `open_data` imports it."""
+class NamedModel:
+    """The model that a run file names, and who vouches for its code; see `build_model`."""
 
-    model: Trust
-    """Who vouches for the code that `run.model` names."""
+    target: str
+    """The value of `run.model`."""
+    arguments: Mapping[str, Any]
+    """The table [model]."""
+    seed: int
+    """Seed of the initial weights."""
+    trust: Trust
+
+    def build(self, from_data: Mapping[str, Any], *, weights: bool = True) -> nn.Module:
+        """Build the model with its arguments and those that follow from the data."""
+        return build_model(self.target, self.arguments, from_data, self.seed, weights=weights, trust=self.trust)
+
+
+def model_of(run: Run) -> NamedModel:
+    """The model that a run names; nothing is imported before it is built."""
+    return NamedModel(run.settings.model, run.model, run.settings.seed, run.trusts["run.model"])
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """The model and the user's own functions that training calls; the data set is not among them, because `open_data`
+    imports it."""
+
+    model: NamedModel
+    """The model that `run.model` names; its code is imported when it is built."""
     forward: Forward
     """The function that `run.forward` names; by default the model is called on the inputs of a batch."""
     collate: Collate | None
@@ -46,17 +72,17 @@ def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
         ConfigError: a name does not exist, or importing it fails.
         TrustError: the user has not vouched for the code.
     """
-    settings = run.settings
+    settings, trusts = run.settings, run.trusts
 
     def import_one(key: str, target: str) -> Any:
         if not target or key in skip:
             return None
         tasks = harness_tasks(target) if key == "run.evaluate" else None
-        return resolve(target, key, run.trust(key)) if tasks is None else Tasks(tasks, key)
+        return resolve(target, key, trusts[key]) if tasks is None else Tasks(tasks, key)
 
     names = settings.sinks if "run.sinks" not in skip else ()
     return UserCode(
-        model=run.trust("run.model"),
+        model=model_of(run),
         forward=import_one("run.forward", settings.forward) or call_model,
         collate=import_one("run.collate", settings.collate),
         loss=import_one("run.loss", settings.loss) or cross_entropy,

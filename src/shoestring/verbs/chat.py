@@ -18,7 +18,7 @@ from shoestring.data.chat_messages import Message, read_messages
 from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.engine import Request
-from shoestring.decode.settings import Conversing, Sampling, SamplingRule, SeededOptions
+from shoestring.decode.settings.generation import Conversing, Sampling, SamplingRule, SeededOptions
 from shoestring.models import huge_pages
 from shoestring.models.description import Description
 from shoestring.storage import foreign

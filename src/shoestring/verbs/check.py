@@ -22,7 +22,6 @@ from shoestring.core.task import Batch
 from shoestring.core.world import World
 from shoestring.memory.exhausted import advice
 from shoestring.memory.predicted import device_type, predict
-from shoestring.models.loading import build_model
 from shoestring.planner.measure import measure_sizes
 from shoestring.planner.search import as_trained
 from shoestring.planning.predict import peaks
@@ -36,7 +35,6 @@ from shoestring.training.data_loading import (
     check_form,
     sample_bytes,
     sequence_of,
-    with_sequence,
     with_steps,
 )
 from shoestring.training.evaluation import check_evaluations
@@ -63,9 +61,11 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     world = arrange_mesh(World(size=workers, local_size=workers), run.features)
     check_named_files(run)
     completed = run.completed(world)
-    completed = with_sequence(completed, sequence_of(completed))
-    yield completed.dump()
-    occupied = list(check_claim(completed))
+    model = "" if "run.model" in completed.unread else completed.settings.model
+    sequence = sequence_of(completed.data, model, completed.model)
+    completed = replace(completed, data=replace(completed.data, sequence=sequence))
+    yield completed.toml
+    occupied = check_claim(completed)
     run = completed if run.unread else within_budget(completed, world)
     check_form(run)
     with TemporaryDirectory(prefix="shoestring-check-") as folder:
@@ -104,9 +104,8 @@ def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:
         attachments_of(job).features = resolve_all(run.features, world)
         check_owners(attachments_of(job).features)
         return job
-    settings = run.settings
     with torch.device("meta"):
-        model = build_model(settings.model, run.model, seen.model_arguments, settings.seed, trust=code.model)
+        model = code.model.build(seen.model_arguments)
     return compose(Job(model, code.forward, code.loss, progress=progress, world=world), run.features, dry=True)
 
 

@@ -26,7 +26,6 @@ from shoestring.models.loading import load_model
 from shoestring.models.saving import source_folder
 from shoestring.models.tokenizer_files import require_tokenizer
 from shoestring.training.data_loading import own_data, to_device
-from shoestring.training.named_files import is_own
 from shoestring.training.user_code import import_user_code
 from shoestring.verbs.settings import SampleText
 
@@ -83,7 +82,7 @@ def own_batches(model: str, samples: int, batch: int, device: torch.device) -> t
     Raises:
         TrustError: the run folder names code that the user has not declared as trusted.
     """
-    if not (Path(model) / "run.toml").is_file() or not is_own(runs.look(model)):
+    if not (Path(model) / "run.toml").is_file() or not runs.look(model).has_own_data:
         return None
     run = runs.load(model, trusted=False)
     code, data = import_user_code(run, skip=("run.evaluate", "run.sinks")), own_data(run).train

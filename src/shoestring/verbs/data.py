@@ -21,7 +21,6 @@ from shoestring.data.sources import HuggingFace, Source, TextFiles, open_source
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.models.tokenizer_files import require_tokenizer
 from shoestring.training.data_loading import context_of, sequence_of, tokenizer_of
-from shoestring.training.named_files import is_own
 from shoestring.verbs.settings import DataView
 
 _SHOWN = 1000
@@ -101,10 +100,11 @@ def show(source: str, view: DataView | None = None) -> list[ShownData]:
     view = view or DataView()
     if source.endswith(".toml"):
         run = runs.look(source)
-        if "run.data" in run.unread or is_own(run):
+        if "run.data" in run.unread or run.has_own_data:
             raise ConfigError(f"`{source}` has a data set that is built by the user's own code, not text or chats")
         path = tokenizer_of(run)
-        settings = replace(run.data, sequence=sequence_of(run))
+        model = "" if "run.model" in run.unread else run.settings.model
+        settings = replace(run.data, sequence=sequence_of(run.data, model, run.model))
         settings = settings if run.data.form == "chat" else replace(settings, template="")
         tokenizer = None if path in ("bpe", "bytes") else load_tokenizer(Path(path))
         return [_show(name, settings, tokenizer, view) for name in run.sources]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.decode.settings import SamplingOptions, SamplingRule
+from shoestring.decode.settings.generation import SamplingOptions, SamplingRule
 from shoestring.models import hf
 from shoestring.models.behaviour import observe
 from shoestring.models.description import Description, describe_model

@@ -15,13 +15,13 @@ from shoestring.core.world import World
 from shoestring.data.loader import sweep
 from shoestring.decode import Distill
 from shoestring.models.distillation import acceptance
-from shoestring.models.loading import build_model, open_model, origin_trust
+from shoestring.models.loading import open_model, origin_trust
 from shoestring.models.saving import pass_on
 from shoestring.report.recorder import Recorder
 from shoestring.run import Run
 from shoestring.training.data_loading import open_data, to_device
 from shoestring.training.loop import train
-from shoestring.training.user_code import import_user_code
+from shoestring.training.user_code import import_user_code, model_of
 
 REFERENCE, DRAFT = "reference", "draft"
 HELD_OUT = 512
@@ -97,14 +97,12 @@ def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, f
     """Acceptance rates, by name, of the model before training, the reference and the draft model; empty if there is no
     held-out text."""
     code = world.agree(lambda: import_user_code(last, skip=("run.evaluate", "run.sinks")))
-    data = open_data(last, world, folder, code.collate)
+    data = open_data(last, world, folder, code)
     if data.held_out is None:
         return {}
     feature = next(feature for feature in last.features if isinstance(feature, Distill))
     teacher = open_model(feature.teacher).to(world.device)
-    plain = build_model(
-        run.settings.model, run.model, data.model_arguments, run.settings.seed, trust=run.trust("run.model")
-    ).eval()
+    plain = model_of(run).build(data.model_arguments).eval()
     models = {"before training": plain}
     if feature.reference:
         models[REFERENCE] = open_model(feature.reference)

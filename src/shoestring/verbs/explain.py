@@ -17,7 +17,6 @@ from shoestring.core.world import World
 from shoestring.graph.explain import explain
 from shoestring.graph.search import SplitSearch
 from shoestring.memory.predicted import device_type
-from shoestring.models.loading import build_model
 from shoestring.models.without_data import with_fake_tensors
 from shoestring.planning.cluster import Cluster
 from shoestring.precision import Graph
@@ -25,7 +24,7 @@ from shoestring.precision.fact_names import CHOSEN_TITLE
 from shoestring.precision.graph_pass import Rules, describe_bits
 from shoestring.report import reading
 from shoestring.run import Run
-from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
+from shoestring.training.data_loading import DataSets, open_data, sequence_of
 from shoestring.training.user_code import UserCode, import_user_code
 from shoestring.verbs.probe import read
 
@@ -54,10 +53,11 @@ def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
         ConfigError: the cluster file is unusable or has several hosts, or the model cannot be traced.
     """
     measured = read(cluster)
-    run = with_sequence(run, sequence_of(run))
+    sequence = sequence_of(run.data, run.settings.model, run.model)
+    run = replace(run, data=replace(run.data, sequence=sequence))
     code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
     folder = Path(run.settings.folder or Path("runs") / run.name)
-    data = open_data(run.placed(folder), World(), folder, code.collate)
+    data = open_data(run, World(), folder, code)
     try:
         settings = next((feature for feature in run.features if isinstance(feature, Graph)), Graph())
         chosen = dict[str, int]()  # bits that measured errors chose when the run ran in this folder
@@ -77,7 +77,7 @@ def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster, rules
     samples = max(settings.batch // settings.accumulate, 1)
     batch = data.first_batch(samples)
     with torch.device("meta"):
-        model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
+        model = code.model.build(data.model_arguments)
     device = device_type()
 
     def fake(tensor: Tensor) -> Any:

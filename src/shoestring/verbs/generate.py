@@ -20,7 +20,7 @@ from shoestring.decode.compiled import choose_passes
 from shoestring.decode.drafters import open_drafter
 from shoestring.decode.engine import Engine, Request, stream
 from shoestring.decode.report import describe
-from shoestring.decode.settings import SKIP, Decoding, Generation, Sampling, SamplingRule
+from shoestring.decode.settings.generation import SKIP, Decoding, Generation, Sampling, SamplingRule
 from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
 from shoestring.decode.skipping.plan import SkipPlan
 from shoestring.models.decoder_layers import LIBRARIES

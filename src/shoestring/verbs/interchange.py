@@ -92,7 +92,7 @@ def read_origin(archive: Archive) -> ModelOrigin:
     target, pretrained = run.settings.model, archive.run / saving.PRETRAINED
     if pretrained.is_dir():
         target = f"{hf.PREFIX}{pretrained}" if target.startswith(hf.PREFIX) else str(pretrained)
-    trust = origin_trust(target, run.trust("run.model"))
+    trust = origin_trust(target, run.trusts["run.model"])
     learnt = ends_learnt_in(archive.run, tokenizer) if tokenizer is not None else []
     beside = Beside(pretrained if pretrained.is_dir() else None, learnt)
     return ModelOrigin(origin_of(target, run.model, offered, run.settings.project), tokenizer, trust, beside)

@@ -31,7 +31,7 @@ from shoestring.planner.trying import for_trial, start, time_plan
 from shoestring.planning.step import Plannable
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
-from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
+from shoestring.training.data_loading import DataSets, open_data, sequence_of
 from shoestring.training.same_run import check_ranks
 from shoestring.training.user_code import UserCode, import_user_code
 
@@ -129,10 +129,11 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3, also: 
         raise ConfigError(
             "a single rank has nothing to exchange", hint="leave out --tries 0, or plan for several: --workers 2"
         )
-    check_ranks(run, world)
+    check_ranks(run.document, world)
     if out is not None:
         world.agree(lambda: _check_out(out))
-    run = with_sequence(run, world.decide(lambda: sequence_of(run)))
+    sequence = world.decide(lambda: sequence_of(run.data, run.settings.model, run.model))
+    run = replace(run, data=replace(run.data, sequence=sequence))
     auto, more = _auto(run), features_to_try(run, also)
     if more and not tries:
         raise ConfigError("--also has no effect with --tries 0, which compares only exchanges", hint="leave out one")
@@ -140,7 +141,7 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3, also: 
     code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
     with ExitStack() as stack:
         folder = Path(run.settings.folder or Path("runs") / run.name)
-        data = open_data(run.placed(folder), world, folder, code.collate)
+        data = open_data(run, world, folder, code)
         stack.callback(data.close)
         planning = _Planning(run, others, code, world, data)
         if tries:
@@ -152,7 +153,7 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3, also: 
 
         def write() -> None:
             try:
-                write_atomic(out, planned.run.dump().encode())
+                write_atomic(out, planned.run.toml.encode())
             except OSError as error:
                 raise ConfigError(f"cannot write `{out}`: {error.strerror}", hint="choose another --out") from error
             if planned.choice is not None:

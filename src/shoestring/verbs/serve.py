@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.served import describe
-from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Decoding, SamplingOptions, SamplingRule
+from shoestring.decode.settings.generation import Decoding, SamplingOptions, SamplingRule
+from shoestring.decode.settings.serving import Serving
 from shoestring.models import huge_pages
 from shoestring.processors import in_own_thread
 from shoestring.verbs.generate import build_engine, open_described

@@ -1,6 +1,6 @@
 """Settings of the verbs, for the command line and for Python programs; importing them does not import torch.
 
-The settings of `generate` and `serve` are in `decode.settings` and `decode.serve.settings`.
+The settings of `generate` and `serve` are in `decode.settings`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,13 @@ def work_once() -> bool:
 
 def _convert(job: ClipJob, folder: Path, lease: _HeldLease) -> None:
     clip, out = job.clip, folder / "clip" / "out"
-    write_atomic(folder / "clip" / "source", _ticked(chunks.stream(clip.project_id, clip.chunks), lease))
+
+    def source() -> Iterator[bytes]:
+        for part in chunks.stream(clip.project_id, clip.chunks):
+            lease.tick()
+            yield part
+
+    write_atomic(folder / "clip" / "source", source())
     facts = media.convert(folder, lease.tick)
     size = sum(path.stat().st_size for path in out.iterdir())
     names = ("video.mp4", "poster.jpg")
@@ -82,12 +88,6 @@ def _convert(job: ClipJob, folder: Path, lease: _HeldLease) -> None:
     shape = {"width": facts.width, "height": facts.height, "seconds": facts.seconds}
     if not clip_queue.finish(job, video=video, poster=poster, size=size, **shape):
         raise LeaseLostError
-
-
-def _ticked(parts: Iterator[bytes], lease: _HeldLease) -> Iterator[bytes]:
-    for part in parts:
-        lease.tick()
-        yield part
 
 
 @contextmanager

@@ -74,7 +74,10 @@ def commit(access: Access, clip: SentClip, run: HubRun | None) -> HubClip:
         if known.deleted:
             raise RefusedError(410, "the clip was deleted on the hub; restore it there first")
         return known
-    _check_limits(access, clip)
+    recent = HubClip.objects.filter(person=access.person, created__gt=timezone.now() - PERIOD)
+    if recent.count() >= SENT:
+        raise RefusedError(429, f"more than {SENT} clips in an hour; wait")
+    check_quota(access.project, clip.size)
     if missing := missing_chunks(access.project.pk, set(clip.chunks), token):
         raise RefusedError(409, "chunks are missing", missing=missing)
     if not chunks.add_up(access.project.pk, clip.chunks, clip.size):
@@ -101,13 +104,6 @@ def check_quota(project: Project, size: int) -> None:
     if used + size > quota:
         reason = f"its clips take {figures.size(used)} of {figures.size(quota)}"
         raise RefusedError(413, f"the project has no space for the clip: {reason}; deleted clips count for 30 days")
-
-
-def _check_limits(access: Access, clip: SentClip) -> None:
-    recent = HubClip.objects.filter(person=access.person, created__gt=timezone.now() - PERIOD)
-    if recent.count() >= SENT:
-        raise RefusedError(429, f"more than {SENT} clips in an hour; wait")
-    check_quota(access.project, clip.size)
 
 
 def _create(access: Access, clip: SentClip, run: HubRun | None, key: str) -> HubClip:

@@ -29,6 +29,14 @@ _MIDDLEWARE = [
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
     f"{_SERVER}.opening.OpeningPages",
 ]
+_TEMPLATES = {
+    "BACKEND": "django.template.backends.django.DjangoTemplates",
+    "APP_DIRS": True,
+    "OPTIONS": {
+        "context_processors": ["django.template.context_processors.request", f"{_SERVER}.opening.page_variables"],
+        "builtins": [f"{_SERVER}.pages.filters"],
+    },
+}
 _LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -144,19 +152,7 @@ def django_settings(place: Place, opening: Opening = FAST, clips: ClipService = 
         ],
         "MIDDLEWARE": _MIDDLEWARE,
         "ROOT_URLCONF": f"{_SERVER}.urls",
-        "TEMPLATES": [
-            {
-                "BACKEND": "django.template.backends.django.DjangoTemplates",
-                "APP_DIRS": True,
-                "OPTIONS": {
-                    "context_processors": [
-                        "django.template.context_processors.request",
-                        f"{_SERVER}.opening.page_variables",
-                    ],
-                    "builtins": [f"{_SERVER}.pages.filters"],
-                },
-            }
-        ],
+        "TEMPLATES": [_TEMPLATES],
         "DATABASES": {"default": _database(place)},
         "AUTH_USER_MODEL": "hub.Person",
         "AUTH_PASSWORD_VALIDATORS": [

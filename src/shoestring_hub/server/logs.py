@@ -76,7 +76,15 @@ def splice(run: HubRun, data: bytes, *, at: int, have: int, attempt: int) -> int
             rows = (points.filter(**place).values_list("key__name", "data").first() for place in newest)
             last = {row[0]: bytes(row[1]) for row in rows if row}
             RunValue.objects.filter(run=run, key__kind=ValueKey.METRIC).exclude(key__name__in=last).delete()
-        store_values(run, ValueKey.METRIC, {key: _last_value(packed) for key, packed in last.items()})
+        newest_points = {key: numbers.unpack(packed) for key, packed in last.items()}
+        store_values(
+            run,
+            ValueKey.METRIC,
+            {
+                key: float(values[steps.argmax()]) if len(values) else float("nan")
+                for key, (steps, values) in newest_points.items()
+            },
+        )
         rewrites = run.rewrites + (at < have)
         HubRun.objects.filter(pk=run.pk).update(size=at + len(data), rewrites=rewrites, updated=timezone.now())
     return at + len(data)
@@ -119,11 +127,6 @@ def cut(data: bytes) -> Iterator[bytes]:
             end = line_end + 1
         yield data[start:end]
         start = end
-
-
-def _last_value(packed: bytes) -> float:
-    steps, values = numbers.unpack(packed)
-    return float(values[steps.argmax()]) if len(values) else float("nan")
 
 
 def keys_of(run: HubRun, kind: str, names: Mapping[str, Any]) -> dict[str, int]:

@@ -108,7 +108,11 @@ def convert(folder: Path, tick: Tick) -> ClipFacts:
     progress = _Progress(video, facts.seconds)
     _ffmpeg(folder, _conversion(reader), tick, progress)
     result = probe(folder, "mov", "out/video.mp4", lambda _: tick(1.0))
-    _check_result(facts, result, progress)
+    if progress.seconds > SECONDS or progress.frames > FRAMES:
+        raise RejectedError(f"it is longer than its headers say; at most {SECONDS // 60} minutes are accepted")
+    if result.seconds < 0.9 * facts.seconds - 0.5:
+        lengths = f"its headers announce {facts.seconds:.1f} s, but only {result.seconds:.1f} s can be read"
+        raise RejectedError(f"the file is damaged, or its end is missing: {lengths}")
     at = f"{min(1.0, result.seconds / 2):.3f}"
     poster = ["-ss", at, *_input("mov", "out/video.mp4"), "-frames:v", "1", "-vf", "scale='min(640,iw)':-2"]
     poster += ["-q:v", "4", "-f", "image2", "-update", "1", str(INSIDE / "out" / "poster.jpg")]
@@ -182,14 +186,6 @@ def _number(text: object) -> float:
     except ValueError:
         return 0.0
     return number if 0 < number < 1e15 else 0.0
-
-
-def _check_result(facts: ClipFacts, result: ClipFacts, progress: _Progress) -> None:
-    if progress.seconds > SECONDS or progress.frames > FRAMES:
-        raise RejectedError(f"it is longer than its headers say; at most {SECONDS // 60} minutes are accepted")
-    if result.seconds < 0.9 * facts.seconds - 0.5:
-        lengths = f"its headers announce {facts.seconds:.1f} s, but only {result.seconds:.1f} s can be read"
-        raise RejectedError(f"the file is damaged, or its end is missing: {lengths}")
 
 
 # -- ffmpeg -----------------------------------------------------------------------------------------------------------

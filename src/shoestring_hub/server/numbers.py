@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -25,13 +25,12 @@ def parse(data: bytes) -> dict[str, bytes]:
     for line in data.split(b"\n"):
         add_row(columns, line)
     named = {key: column for key, column in columns.items() if len(key) <= NAME and key.isprintable()}
-    return {key: _pack(column) for key, column in list(named.items())[:KEYS_LIMIT]}
-
-
-def _pack(column: Mapping[int, float]) -> bytes:
-    fitting = {step: value for step, value in column.items() if -_LARGEST <= step < _LARGEST}
-    steps = np.fromiter(fitting.keys(), np.int64, len(fitting))
-    return steps.tobytes() + np.fromiter(fitting.values(), np.float64, len(fitting)).tobytes()
+    packed: dict[str, bytes] = {}
+    for key, column in list(named.items())[:KEYS_LIMIT]:
+        fitting = {step: value for step, value in column.items() if -_LARGEST <= step < _LARGEST}
+        steps = np.fromiter(fitting.keys(), np.int64, len(fitting))
+        packed[key] = steps.tobytes() + np.fromiter(fitting.values(), np.float64, len(fitting)).tobytes()
+    return packed
 
 
 def unpack(data: bytes) -> tuple[np.ndarray, np.ndarray]:

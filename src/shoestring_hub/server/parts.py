@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shoestring_hub.server.texts import Item
 
@@ -43,20 +43,17 @@ def lines_of(items: Iterable[Item], beginnings: Collection[int]) -> list[str]:
     for item in items:
         if isinstance(item, str) and len(item) > LONG:
             end()
-            lines.extend(_encode([part]) for part in _cut(item))
+            # Each part of a long string is a line, so that a change in the string leaves most lines as they were.
+            for block in _BLOCKS.split(item):
+                lists = _LISTS if len(block) < VERY_LONG else _LONG_LISTS
+                parts = lists.findall(block) if len(block) > LONG else [block]
+                lines.extend(_encode([part]) for part in parts if part)
             continue
         if item in beginnings:
             end()
         line.append(item)
     end()
     return lines
-
-
-def _cut(text: str) -> Iterator[str]:
-    """Cut a long string, so that a change in it leaves most parts as they were."""
-    for block in _BLOCKS.split(text):
-        lists = _LISTS if len(block) < VERY_LONG else _LONG_LISTS
-        yield from filter(None, lists.findall(block) if len(block) > LONG else [block])
 
 
 def _encode(line: Sequence[Item]) -> str:

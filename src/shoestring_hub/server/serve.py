@@ -62,6 +62,12 @@ def serve(place: Place, listening: Listening, opening: Opening = FAST, clips: Cl
 
         start(clips.workers)
 
+    def print_address(server: Any) -> None:
+        listener = server.LISTENERS[0].getsockname()
+        shown = f"https://{place.name}:{listener[1]}" if tls else f"http://{listener[0]}:{listener[1]}"
+        behind = f" (reached as https://{place.name})" if place.name and not tls else ""
+        print(f"hub: {shown}{behind}", flush=True)
+
     class Hub(BaseApplication):
         """The web server of the Django project configured in this process; workers are forked from this process."""
 
@@ -77,7 +83,7 @@ def serve(place: Place, listening: Listening, opening: Opening = FAST, clips: Cl
                 "graceful_timeout": 10,
                 "certfile": str(listening.certificate) if tls else None,
                 "keyfile": str(listening.key) if tls else None,
-                "when_ready": lambda server: _say_address(server, tls, place.name),
+                "when_ready": print_address,
                 "loglevel": "warning",
             }
             for name, value in options.items():
@@ -100,18 +106,13 @@ def _fault_of_clips(clips: ClipService) -> str:
     return "the hub was started with --clip-workers 0" if clips.workers < 1 else fault()
 
 
-def _say_address(server: Any, tls: bool, name: str) -> None:
-    listener = server.LISTENERS[0].getsockname()
-    shown = f"https://{name}:{listener[1]}" if tls else f"http://{listener[0]}:{listener[1]}"
-    print(f"hub: {shown}" + (f" (reached as https://{name})" if name and not tls else ""), flush=True)
-
-
 def prepare() -> None:
     """Migrate the database to this version, and collect scripts and styles.
 
     Raises:
         ShoestringError: the database cannot be reached or migrated.
     """
+    from django.conf import settings
     from django.core.management import call_command
     from django.db import Error, connection, transaction
 
@@ -124,13 +125,6 @@ def prepare() -> None:
     except Error as error:
         reason = str(error).strip().splitlines()[0]
         raise ShoestringError(f"cannot prepare the hub's database: {reason}", hint="see --database") from error
-    _write_bundles()
-    call_command("collectstatic", verbosity=0, interactive=False)
-
-
-def _write_bundles() -> None:
-    from django.conf import settings
-
     for name, parts in BUNDLES.items():
         paths = [next(path for root in STATIC if (path := root / part).exists()) for part in parts]
         texts = [path.read_text() for path in paths]  # own file: part of this package
@@ -138,3 +132,4 @@ def _write_bundles() -> None:
         path, joined = settings.HUB.bundles / name, (first + "\n".join(texts)).encode()
         if not path.exists() or path.read_bytes() != joined:  # own file: an earlier start wrote it
             write_atomic(path, joined)
+    call_command("collectstatic", verbosity=0, interactive=False)

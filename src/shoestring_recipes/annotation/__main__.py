@@ -149,8 +149,27 @@ def parser() -> argparse.ArgumentParser:
         added[name].add_argument("project", help="Name of the project.")
     for name in ("rater", "label"):
         added[name].add_argument("--port", type=int, default=8090, help="Port of the page on this machine.")
-    _crawl_arguments(added["crawl"])
-    _read_arguments(added["read"])
+    new = added["crawl"].add_argument
+    new("url", help="Address of the first page.")
+    new("--delay", type=float, help="Seconds between requests; 1 by default.")
+    new("--parallel", type=int, help="Maximum number of requests at a time; 2 by default.")
+    new("--pages", type=int, help="Maximum number of pages in the store; 10,000 by default.")
+    new("--depth", type=int, help="Maximum number of links from the first page; 20 by default.")
+    new("--retries", type=int, help="Number of repeated requests after a failure; 3 by default.")
+    new("--timeout", type=float, help="Seconds after which a request has failed; 30 by default.")
+    new("--render", help="Pages that a browser opens: never (default), thin or always.")
+    new("--agent", help="Name of the crawler; add an address at which you can be reached.")
+    new("--again", action="store_true", help="Request addresses again that have failed before.")
+    new = added["read"].add_argument
+    new("url", help="Address of the first page of the interface.")
+    new("source", help="Name of the source in the store.")
+    new("--records", help="Name of the list of records in an answer; items by default.")
+    new("--next", help="Name of the next page's address or cursor; next by default.")
+    new("--parameter", help="Parameter that takes the cursor; cursor by default.")
+    new("--identity", help="Name of a record's identity; id by default.")
+    new("--text", help="Name of a record's text; text by default.")
+    new("--title", help="Name of a record's title; title by default.")
+    new("--token-variable", help="Environment variable with the token.")
     added["add"].add_argument("file", type=Path, help="CSV file with the columns url, title and text.")
     added["rater"].add_argument("name", help="Name of the rater; an email address for Label Studio.")
     new = added["project"].add_argument
@@ -172,31 +191,6 @@ def parser() -> argparse.ArgumentParser:
     what = "Leave out whole groups of raters who copy each other, instead of counting one of each."
     added["agree"].add_argument("--leave-out", action="store_true", help=what)
     return whole
-
-
-def _crawl_arguments(action: argparse.ArgumentParser) -> None:
-    action.add_argument("url", help="Address of the first page.")
-    action.add_argument("--delay", type=float, help="Seconds between requests; 1 by default.")
-    action.add_argument("--parallel", type=int, help="Maximum number of requests at a time; 2 by default.")
-    action.add_argument("--pages", type=int, help="Maximum number of pages in the store; 10,000 by default.")
-    action.add_argument("--depth", type=int, help="Maximum number of links from the first page; 20 by default.")
-    action.add_argument("--retries", type=int, help="Number of repeated requests after a failure; 3 by default.")
-    action.add_argument("--timeout", type=float, help="Seconds after which a request has failed; 30 by default.")
-    action.add_argument("--render", help="Pages that a browser opens: never (default), thin or always.")
-    action.add_argument("--agent", help="Name of the crawler; add an address at which you can be reached.")
-    action.add_argument("--again", action="store_true", help="Request addresses again that have failed before.")
-
-
-def _read_arguments(action: argparse.ArgumentParser) -> None:
-    action.add_argument("url", help="Address of the first page of the interface.")
-    action.add_argument("source", help="Name of the source in the store.")
-    action.add_argument("--records", help="Name of the list of records in an answer; items by default.")
-    action.add_argument("--next", help="Name of the next page's address or cursor; next by default.")
-    action.add_argument("--parameter", help="Parameter that takes the cursor; cursor by default.")
-    action.add_argument("--identity", help="Name of a record's identity; id by default.")
-    action.add_argument("--text", help="Name of a record's text; text by default.")
-    action.add_argument("--title", help="Name of a record's title; title by default.")
-    action.add_argument("--token-variable", help="Environment variable with the token.")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -93,7 +93,12 @@ def read_pages(
         records = dig(document, interface.records)
         if not isinstance(records, list):
             raise DataError(f"an answer of `{interface.url}` has no list `{interface.records}`")
-        usable = list(_usable(interface, records))
+        usable = []
+        for record in records:
+            names = interface.text, interface.identity, interface.title
+            text, identity, title = (dig(record, name) for name in names)
+            if isinstance(text, str) and text.strip() and isinstance(identity, str | int):
+                usable.append((f"{interface.url}#{identity}", title if isinstance(title, str) else "", text))
         empty += len(records) - len(usable)
         following = dig(document, interface.next)
         position, done = ("", True) if following in (None, "", False) else (str(following), False)
@@ -101,14 +106,6 @@ def read_pages(
         added += store.store_records(interface.source, usable, position, done=done)
     lines = [f"{added:8} new records of {interface.source}"]
     return [*lines, f"{empty:8} records without text or identity"] if empty else lines
-
-
-def _usable(interface: PagedInterface, records: list[Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield the address, the title and the text of the records that have a text and an identity."""
-    for record in records:
-        text, identity, title = (dig(record, name) for name in (interface.text, interface.identity, interface.title))
-        if isinstance(text, str) and text.strip() and isinstance(identity, str | int):
-            yield f"{interface.url}#{identity}", title if isinstance(title, str) else "", text
 
 
 def _token(interface: PagedInterface) -> str:

@@ -127,7 +127,9 @@ def dawid_skene(
     confusion, shares = _matrices(labels, soft)
     for _ in range(rounds):
         number += 1
-        before, soft = soft, _probabilities(labels, confusion, shares)
+        evidence = np.log(confusion)[labels.rater, :, labels.label]
+        sums = [np.bincount(labels.item, evidence[:, true], labels.items) for true in range(labels.classes)]
+        before, soft = soft, _normalised(np.log(shares) + np.stack(sums, 1))
         confusion, shares = _matrices(labels, soft)
         if np.abs(soft - before).mean() < tolerance:
             break
@@ -143,13 +145,6 @@ def _matrices(labels: Labels, soft: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     confusion = confusion + pooled / pooled.sum(1, keepdims=True) + SMOOTHING
     shares = soft[np.unique(labels.item)].sum(0) + SMOOTHING
     return confusion / confusion.sum(2, keepdims=True), shares / shares.sum()
-
-
-def _probabilities(labels: Labels, confusion: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Return the probabilities of the true classes, given the confusion matrices and the shares of classes."""
-    evidence = np.log(confusion)[labels.rater, :, labels.label]
-    sums = [np.bincount(labels.item, evidence[:, true], labels.items) for true in range(labels.classes)]
-    return _normalised(np.log(shares) + np.stack(sums, 1))
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:

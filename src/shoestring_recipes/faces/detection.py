@@ -54,7 +54,10 @@ def find(photo: NDArray[np.uint8]) -> list[Face]:
     scale = max(1.0, SMALLEST / min(photo.shape))
     scale *= min(1.0, LARGEST / (scale * max(photo.shape)))
     scaled = photo / 255 if scale == 1 else rescale(photo / 255, scale, order=3, anti_aliasing=scale < 1).clip(0, 1)
-    sure = _dlib_boxes(scaled) if find_spec("dlib") else []
+    sure: list[Box] = []
+    if find_spec("dlib"):
+        rectangles = _detector()((255 * scaled).astype(np.uint8), 1)
+        sure = [(box.top(), box.left(), box.height(), box.width()) for box in rectangles]
     candidates = [(box, *locate(scaled, box)) for box in [*sure, *_cascade_boxes(scaled)]]
     likely = [entry for number, entry in enumerate(candidates) if number < len(sure) or entry[2] >= _LIKE]
     faces = []
@@ -99,11 +102,6 @@ def _cascade_boxes(photo: Values) -> list[Box]:
 @cache
 def _detector() -> Any:
     return import_module("dlib").get_frontal_face_detector()
-
-
-def _dlib_boxes(photo: Values) -> list[Box]:
-    detections = _detector()((255 * photo).astype(np.uint8), 1)
-    return [(box.top(), box.left(), box.height(), box.width()) for box in detections]
 
 
 @cache

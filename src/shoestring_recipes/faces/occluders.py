@@ -82,11 +82,6 @@ def _box(u: Values, v: Values, draws: Draws) -> Values:
     return (np.abs(u - draws.uniform(0, 1)) < width / 2) & (np.abs(v - draws.uniform(-0.6, 0.85)) < height / 2)
 
 
-def _beard(u: Values, v: Values, draws: Draws) -> Values:
-    mouth = ((u - 0.5) / 0.17) ** 2 + ((v - 0.56) / 0.08) ** 2 < 1
-    return (v > draws.normal(0.45, 0.03)) & (v < 1.05) & (np.abs(u - 0.5) < 0.5) & ~mouth
-
-
 # -- fills: the grey values of what covers -----------------------------------------------------------------------------
 
 
@@ -151,7 +146,9 @@ def cover(face: Values, kind: str, draws: Draws, any_fill: bool = False) -> Cove
         return Covered(face, np.zeros_like(face))
     u, v = _sheet(draws)
     if kind == "beard":
-        hair = gaussian_filter(_beard(u, v, draws).astype(float), _EDGE)
+        mouth = ((u - 0.5) / 0.17) ** 2 + ((v - 0.56) / 0.08) ** 2 < 1
+        beard = (v > draws.normal(0.45, 0.03)) & (v < 1.05) & (np.abs(u - 0.5) < 0.5) & ~mouth
+        hair = gaussian_filter(beard.astype(float), _EDGE)
         dark = draws.uniform(0.3, 0.6) + 0.1 * draws.normal(size=face.shape)
         return Covered((face * (1 - hair * (1 - dark))).clip(0, 1), np.zeros_like(face))
     drawn = (MASKS | OTHERS)[kind]

@@ -44,10 +44,12 @@ def sheet(rows: Sequence[Sequence[Tensor]]) -> Tensor:
     """Arrange rows of images in one image, uint8 (3, H, W), with cells twice as large as the last image of a row. The
     images may have any size, one or three channels, and be uint8 or have values from 0 to 1."""
     height, width = (2 * side for side in rows[0][-1].shape[-2:])
-    return torch.cat([torch.cat([_cell(one, height, width) for one in row], 2) for row in rows], 1)
-
-
-def _cell(picture: Tensor, height: int, width: int) -> Tensor:
-    pixels = picture if picture.dtype is torch.uint8 else (255 * picture.float()).round().clamp(0, 255)
-    large = F.interpolate(pixels[None].float(), (height - 2, width - 2), mode="nearest")[0]
-    return F.pad(large.expand(3, -1, -1), (1, 1, 1, 1), value=128).to(torch.uint8)
+    arranged = []
+    for row in rows:
+        cells = []
+        for picture in row:
+            pixels = picture if picture.dtype is torch.uint8 else (255 * picture.float()).round().clamp(0, 255)
+            large = F.interpolate(pixels[None].float(), (height - 2, width - 2), mode="nearest")[0]
+            cells.append(F.pad(large.expand(3, -1, -1), (1, 1, 1, 1), value=128).to(torch.uint8))
+        arranged.append(torch.cat(cells, 2))
+    return torch.cat(arranged, 1)

@@ -35,11 +35,6 @@ def _ripples(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return sum(np.cos(0.8 * (math.cos(turn) * u + math.sin(turn) * v) + 5 * turn) for turn in turns) / np.float32(2)
 
 
-def _triangle(v: np.ndarray) -> np.ndarray:
-    """A triangle wave from -1 to 1."""
-    return 2 / np.pi * np.arcsin(np.sin(v))
-
-
 def _bricks(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Bright bricks between dark lines; each row is shifted by half a brick."""
     row = np.floor(v / (2 * np.pi))
@@ -56,7 +51,7 @@ PATTERNS: dict[str, Pattern] = {
     "stripes": lambda u, v: np.cos(u),
     "checks": lambda u, v: 2 * np.cos(u / 1.4) * np.cos(v / 1.4),
     "dots": lambda u, v: np.cos(u) + np.cos(v) - 0.8,
-    "zigzag": lambda u, v: np.cos(u + 1.6 * _triangle(v / 1.4)),
+    "zigzag": lambda u, v: np.cos(u + 3.2 / np.pi * np.arcsin(np.sin(v / 1.4))),  # shifted by a triangle wave
     "ripples": _ripples,
     "plain": lambda u, v: np.full_like(u, 0.3),
     "bricks": _bricks,

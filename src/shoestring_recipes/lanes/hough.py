@@ -237,13 +237,17 @@ def _chosen(
     strongest = np.nanquantile(seen, 0.98) if len(order) else 0.0
     bright = seen > max(settings.fresh * strongest, settings.least * noise)
     fresh = np.where(np.isfinite(seen), bright, np.nan)[:, settings.region :]
+    # Steadiness is near 1 for a lane that has moved little since the previous images, and 1 without previous images.
+    moved = [np.abs(columns[order, None] - old.columns)[:, :, settings.region + 30 :].mean(-1) for old in before]
+    nearest = np.stack([row.min(1, initial=settings.apart) for row in moved]) if before else np.zeros((1, len(order)))
+    steadiness = 1 / (1 + (nearest.mean(0) / settings.sway) ** 2)
     parts = np.stack(
         [
             np.nanmean(near_edges[:, settings.region :], 1) if len(order) else np.empty(0),
             1 - _longest_gap(fresh) / np.maximum(rows[order], 1),
             np.nanmean(fresh, 1) if len(order) else np.empty(0),
             1 / (1 + (off / settings.vanishing) ** 2),
-            _steadiness(columns[order], before, settings),
+            steadiness,
         ],
         1,
     )
@@ -285,11 +289,3 @@ def _longest_gap(fresh: np.ndarray) -> np.ndarray:
     count = worn.cumsum(1)
     since = count - np.maximum.accumulate(np.where(worn, 0, count), 1)
     return since.max(1, initial=0)
-
-
-def _steadiness(columns: np.ndarray, before: list[Lanes], settings: HoughSettings) -> np.ndarray:
-    """Return the steadiness of each lane: near 1 if the lane has moved little since the previous images, 1 without
-    previous images."""
-    moved = [np.abs(columns[:, None] - old.columns)[:, :, settings.region + 30 :].mean(-1) for old in before]
-    nearest = np.stack([row.min(1, initial=settings.apart) for row in moved]) if before else np.zeros((1, len(columns)))
-    return 1 / (1 + (nearest.mean(0) / settings.sway) ** 2)

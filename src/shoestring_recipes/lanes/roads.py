@@ -59,16 +59,11 @@ def film(rng: np.random.Generator, wear: float, kind: str, frames: int) -> list[
         t = (_ROWS - point[1]) / (HEIGHT - point[1])
         lanes = point[0] + (bottoms - point[0])[:, None] * t + curves[:, None] * (t - 1) * t
         lanes[:, :start] = np.nan
-        painted = _painted(np.roll(surface, 9 * frame, 1)[:, start:], wears)
+        passing = np.roll(surface, 9 * frame, 1)[:, start:]
+        worn = [np.quantile(row, share) for row, share in zip(passing, wears, strict=True)]
+        painted = passing > np.array(worn)[:, None]  # whether the paint in each row is fresh, (lanes, rows)
         scenes.append(Scene(_picture(rng, lanes, painted, point, kind), lanes, wears))
     return scenes
-
-
-def _painted(surface: np.ndarray, wears: np.ndarray) -> np.ndarray:
-    """Return whether the paint in each row is fresh, (lanes, rows): the random `surface` must exceed the quantile given
-    by the marking's wear."""
-    worn = np.array([np.quantile(row, wear) for row, wear in zip(surface, wears, strict=True)])
-    return surface > worn[:, None]
 
 
 def _picture(
@@ -84,43 +79,29 @@ def _picture(
     inside = np.abs(_COLUMNS - lanes[:, start:, None]) <= half[:, None] + 0.5
     image[start:] += (inside * np.where(painted, _PAINT, TRACE * _PAINT)[:, :, None]).sum(0)
     if kind in ("shadow", "storm"):
-        image = _with_shadows(rng, image)
+        rows, columns = rng.uniform(70, HEIGHT, (3, 1, 1)), rng.uniform(0, WIDTH, (3, 1, 1))
+        distance = ((_ROWS[:, None] - rows) / 25) ** 2 + ((_COLUMNS - columns) / 60) ** 2
+        image = image * 0.55 ** (distance < 1).sum(0)
     if kind in ("rain", "storm"):
-        image = _with_rain(rng, image)
+        tops, lengths = rng.integers(0, HEIGHT - 20, (60, 1)), rng.integers(6, 18, (60, 1))
+        struck = rng.integers(0, WIDTH, 60)  # column of each streak
+        streaks, down = np.zeros_like(image), _ROWS - tops
+        np.add.at(streaks.T, struck, 35.0 * ((down >= 0) & (down < lengths)))
+        image = image + streaks
     if kind == "fog":
         density = rng.uniform(0.6, 0.9) * np.exp(-np.maximum(_ROWS - vanishing[1], 0) / rng.uniform(60, 140))
         image = image + density[:, None] * (185 - image)
     if kind == "glare":
-        image = _with_glare(rng, image)
+        across, below = _COLUMNS - rng.uniform(0, WIDTH), _ROWS[:, None] - rng.uniform(80, 150)
+        sun = 150 * np.exp(-((across / 70) ** 2) - (below / 40) ** 2)
+        reflection = 60 * np.exp(-((across / 22) ** 2)) * gaussian_filter1d((_ROWS > 60).astype(float), 8)[:, None]
+        image = 40 + 0.7 * image + sun + reflection
     if kind == "night":
         image = image * 0.3
     image = gaussian_filter(image.clip(0, 255), 0.7)
     if kind in _NOISE:
         image = image + rng.normal(0, _NOISE[kind], image.shape)
     return image.clip(0, 255).round().astype(np.uint8)
-
-
-def _with_glare(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
-    column, row = rng.uniform(0, WIDTH), rng.uniform(80, 150)
-    across, down = _COLUMNS - column, _ROWS[:, None] - row
-    sun = 150 * np.exp(-((across / 70) ** 2) - (down / 40) ** 2)
-    reflection = 60 * np.exp(-((across / 22) ** 2)) * gaussian_filter1d((_ROWS > 60).astype(float), 8)[:, None]
-    return 40 + 0.7 * image + sun + reflection
-
-
-def _with_shadows(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
-    rows, columns = rng.uniform(70, HEIGHT, (3, 1, 1)), rng.uniform(0, WIDTH, (3, 1, 1))
-    distance = ((_ROWS[:, None] - rows) / 25) ** 2 + ((_COLUMNS - columns) / 60) ** 2
-    return image * 0.55 ** (distance < 1).sum(0)
-
-
-def _with_rain(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
-    tops, lengths = rng.integers(0, HEIGHT - 20, (60, 1)), rng.integers(6, 18, (60, 1))
-    columns = rng.integers(0, WIDTH, 60)
-    streaks = np.zeros_like(image)
-    down = _ROWS - tops
-    np.add.at(streaks.T, columns, 35.0 * ((down >= 0) & (down < lengths)))
-    return image + streaks
 
 
 def _with_seams(rng: np.random.Generator, image: np.ndarray, vanishing: np.ndarray) -> np.ndarray:

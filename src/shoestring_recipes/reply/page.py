@@ -45,7 +45,11 @@ def save_page(path: Path, messages: Sequence[str], replies: Sequence[Sequence[Re
         items = []
         for place, reply in enumerate(row, 1):
             room -= len(reply.clip)
-            shown = _image(reply, place) if room >= 0 else tag("p", "The page has no room for this clip.")
+            shown = tag("p", "The page has no room for this clip.")
+            if room >= 0:
+                kind = "gif" if reply.clip.startswith(b"GIF8") else "webp"
+                source = f"data:image/{kind};base64,{base64.b64encode(reply.clip).decode()}"
+                shown = tag("img", src=source, alt=f"Reply {place}: {reply.name}", width=96, height=96)
             caption = tag("figcaption", f"{reply.name}, {reply.score:.2f}")
             items.append(tag("li", tag("figure", shown, caption)))
         heading = tag("h2", message[:500] + ("…" if len(message) > 500 else ""))
@@ -54,9 +58,3 @@ def save_page(path: Path, messages: Sequence[str], replies: Sequence[Sequence[Re
     head = tag("div", tag("h1", "Replies"), tag("p", intro, class_="quiet"), class_="title")
     frame = PageFrame(packaged("shoestring.report", "page.css") + STYLE, "", credit)
     return save(path, document("Replies", head, Markup("".join(sections)), {}, frame))
-
-
-def _image(reply: Reply, place: int) -> Markup:
-    kind = "gif" if reply.clip.startswith(b"GIF8") else "webp"
-    source = f"data:image/{kind};base64,{base64.b64encode(reply.clip).decode()}"
-    return tag("img", src=source, alt=f"Reply {place}: {reply.name}", width=96, height=96)

@@ -87,9 +87,15 @@ def read(folder: Path, most: int = 16) -> Posts:
     Raises:
         DataError: fewer than two communities have enough pages.
     """
+    kinds = (".html", ".htm", ".txt", ".rst", ".md", ".html.gz", ".txt.gz", ".rst.gz")
+    generated = ("index", "genindex", "search")
     named = (path for path in sorted(folder.iterdir()) if path.name[0] not in "._" and path.name not in LEFT_OUT)
-    sections = {section: _pages(section) for section in named if section.is_dir()}
-    sections = {section: pages for section, pages in sections.items() if len(pages) >= _PAGES}
+    sections: dict[Path, list[Path]] = {}
+    for section in filter(Path.is_dir, named):
+        files = (path for path in section.rglob("*") if path.name.endswith(kinds) and path.is_file())
+        pages = sorted(path for path in files if path.name.partition(".")[0] not in generated)
+        if len(pages) >= _PAGES:
+            sections[section] = pages
     chosen = sorted(sections, key=lambda section: (-len(sections[section]), section.name))[:most]
     if len(chosen) < 2:
         raise DataError(f"`{folder}` has fewer than two folders with at least {_PAGES} pages")
@@ -104,13 +110,6 @@ def read(folder: Path, most: int = 16) -> Posts:
             posts += [Post(text, number, page) for text in dict.fromkeys(texts[:_POSTS])]
             page += 1
     return Posts([section.name for section in chosen], posts, unread)
-
-
-def _pages(section: Path) -> list[Path]:
-    """The pages below a folder, without generated ones."""
-    kinds = (".html", ".htm", ".txt", ".rst", ".md", ".html.gz", ".txt.gz", ".rst.gz")
-    files = (path for path in section.rglob("*") if path.name.endswith(kinds) and path.is_file())
-    return sorted(path for path in files if path.name.partition(".")[0] not in ("index", "genindex", "search"))
 
 
 def divided(posts: Sequence[Post], seed: int) -> tuple[list[Post], list[Post], list[Post]]:

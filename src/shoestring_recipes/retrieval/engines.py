@@ -71,18 +71,17 @@ def search(
     answers = []
     for lists in kinds:
         numbers = np.union1d(*(hits.numbers for hits in lists))
-        lexical, dense = (_column(hits, numbers, candidates) for hits in lists)
+        columns = []
+        for hits in lists:
+            lowest = hits.scores.min() if 0 < candidates <= len(hits.scores) else 0.0
+            column = np.full(len(numbers), lowest)
+            column[np.searchsorted(numbers, hits.numbers)] = hits.scores
+            columns.append(column)
+        lexical, dense = columns
         scores = fused(lexical[None], dense[None], share)[0]
         best = np.argsort(-scores, kind="stable")[:count]
         answers.append(Hits(numbers[best], scores[best].astype(np.float32)))
     return answers
-
-
-def _column(hits: Hits, numbers: Values, candidates: int) -> Values:
-    """Return the scores of the documents `numbers`, which include those of the hits."""
-    column = np.full(len(numbers), hits.scores.min() if 0 < candidates <= len(hits.scores) else 0.0)
-    column[np.searchsorted(numbers, hits.numbers)] = hits.scores
-    return column
 
 
 def query_terms(query: str, stem: bool) -> list[str]:

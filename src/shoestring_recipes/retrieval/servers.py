@@ -35,8 +35,14 @@ class _SearchServer(ABC):
 
     package, client_class = "", ""
     """Name of the client's package and of its class."""
+    _error_classes: tuple[str, ...] = ()
+    """Names of the client's exceptions."""
     _index_settings: Mapping[str, Any] = {}
     """Settings of an index that only this server has."""
+    _vector_field: Mapping[str, Any] = {}
+    """Description of the field with the documents' vectors, without their length."""
+    _dimensions = ""
+    """Key of that description with the length of the vectors."""
 
     def __init__(self, url: str, name: str, settings: Bm25 | None = None, **connection: Any) -> None:
         try:
@@ -47,31 +53,12 @@ class _SearchServer(ABC):
             raise ConfigError(f"the engine `{type(self).__name__}` needs its client", hint=hint) from error
         self.url, self.name, self.settings = url, name, settings or Bm25()
         self._client = getattr(module, self.client_class)(url, **connection)
-        self._errors: tuple[type[Exception], ...] = self._errors_of(module)
+        own = (getattr(module, name) for name in self._error_classes)
+        self._errors: tuple[type[Exception], ...] = (*own, self._helpers.BulkIndexError)
 
     @abstractmethod
-    def _errors_of(self, module: Any) -> tuple[type[Exception], ...]:
-        """Exceptions of the client."""
-
-    @abstractmethod
-    def _create(self, index: str, settings: dict[str, Any], mappings: dict[str, Any]) -> None:
-        """Create an index."""
-
-    @abstractmethod
-    def _move(self, actions: list[dict[str, Any]]) -> None:
-        """Change aliases and remove indices in one request."""
-
-    @abstractmethod
-    def _ask(self, searches: list[dict[str, Any]]) -> Any:
-        """Send several searches in one request."""
-
-    @abstractmethod
-    def _vector_field(self, dimensions: int) -> dict[str, Any]:
-        """Description of the field with the documents' vectors."""
-
-    @abstractmethod
-    def _nearest(self, vector: list[float], count: int) -> dict[str, Any]:
-        """Search for the documents with the largest cosines."""
+    def query_nearest(self, vector: list[float], count: int) -> dict[str, Any]:
+        """Return the server's query for the documents with the largest cosines."""
 
     def build(self, documents: Iterable[str], vectors: Values) -> None:
         """See `SearchEngine`.
@@ -83,12 +70,23 @@ class _SearchServer(ABC):
         with self._talking():
             pattern = re.compile(re.escape(self.name) + "-[0-9a-f]{8}")
             former = sorted(filter(pattern.fullmatch, self._client.indices.get_alias(index=f"{self.name}-*")))
-            self._create(index, self._settings(), self._mappings(vectors.shape[1]))
+            text_field = {"type": "text", "analyzer": "words", "similarity": "tuned"}
+            vector_field = {**self._vector_field, self._dimensions: vectors.shape[1]}
+            mappings = {"dynamic": "strict", "properties": {"text": text_field, "vector": vector_field}}
+            self._client.indices.create(index=index, body={"settings": self._settings(), "mappings": mappings})
+
+            def actions() -> Iterator[dict[str, Any]]:
+                for number, (text, vector) in enumerate(zip(documents, vectors, strict=True)):
+                    # A vector of zeros has no cosine, so it is left out.
+                    shown = {"vector": vector.astype(float).tolist()} if vector.any() else {}
+                    yield {"_index": index, "_id": str(number), "_source": {"text": text, **shown}}
+
             try:
-                self._helpers.bulk(self._client, self._actions(index, documents, vectors))
+                self._helpers.bulk(self._client, actions())
                 self._client.indices.refresh(index=index)
                 moved = [{"add": {"index": index, "alias": self.name}}]
-                self._move(moved + [{"remove_index": {"index": name}} for name in former])
+                removed = [{"remove_index": {"index": name}} for name in former]
+                self._client.indices.update_aliases(body={"actions": moved + removed})
             except BaseException:
                 self._client.indices.delete(index=index)
                 raise
@@ -102,16 +100,6 @@ class _SearchServer(ABC):
         similarity = {"tuned": {"type": "BM25", "k1": self.settings.k1, "b": self.settings.b}}
         return {"index": {**self._index_settings, "similarity": similarity, "analysis": analysis}}
 
-    def _mappings(self, dimensions: int) -> dict[str, Any]:
-        text = {"type": "text", "analyzer": "words", "similarity": "tuned"}
-        return {"dynamic": "strict", "properties": {"text": text, "vector": self._vector_field(dimensions)}}
-
-    def _actions(self, index: str, documents: Iterable[str], vectors: Values) -> Iterator[dict[str, Any]]:
-        """Yield what is to be indexed; a vector of zeros, which has no cosine, is left out."""
-        for number, (text, vector) in enumerate(zip(documents, vectors, strict=True)):
-            shown = {"vector": vector.astype(float).tolist()} if vector.any() else {}
-            yield {"_index": index, "_id": str(number), "_source": {"text": text, **shown}}
-
     def by_words(self, queries: Sequence[str], count: int) -> list[Hits]:
         """See `SearchEngine`."""
         words = [" ".join(query_terms(query, stem=False)) for query in queries]
@@ -120,7 +108,7 @@ class _SearchServer(ABC):
     def by_vectors(self, vectors: Values, count: int) -> list[Hits]:
         """See `SearchEngine`; the servers search approximately."""
         searches = [
-            self._nearest(vector.astype(float).tolist(), count) if vector.any() else {"query": {"match_none": {}}}
+            self.query_nearest(vector.astype(float).tolist(), count) if vector.any() else {"query": {"match_none": {}}}
             for vector in vectors
         ]
         return self._answers(searches, lambda score: 2 * score - 1)  # both servers return (1 + cosine) / 2
@@ -130,7 +118,7 @@ class _SearchServer(ABC):
     ) -> list[Hits]:
         lines = [line for search in searches for line in ({"index": self.name}, {**search, "_source": False})]
         with self._talking():
-            responses = self._ask(lines)["responses"] if lines else []
+            responses = self._client.msearch(body=lines)["responses"] if lines else []
         answers = []
         for response in responses:
             if "error" in response:
@@ -154,23 +142,11 @@ class Elasticsearch(_SearchServer):
     """An index in Elasticsearch 9. See `_SearchServer` for the arguments."""
 
     package, client_class = "elasticsearch", "Elasticsearch"
+    _error_classes = ("ApiError", "TransportError")
+    _vector_field: Mapping[str, Any] = {"type": "dense_vector", "index": True, "similarity": "cosine"}
+    _dimensions = "dims"
 
-    def _errors_of(self, module: Any) -> tuple[type[Exception], ...]:
-        return module.ApiError, module.TransportError, self._helpers.BulkIndexError
-
-    def _create(self, index: str, settings: dict[str, Any], mappings: dict[str, Any]) -> None:
-        self._client.indices.create(index=index, settings=settings, mappings=mappings)
-
-    def _move(self, actions: list[dict[str, Any]]) -> None:
-        self._client.indices.update_aliases(actions=actions)
-
-    def _ask(self, searches: list[dict[str, Any]]) -> Any:
-        return self._client.msearch(searches=searches)
-
-    def _vector_field(self, dimensions: int) -> dict[str, Any]:
-        return {"type": "dense_vector", "dims": dimensions, "index": True, "similarity": "cosine"}
-
-    def _nearest(self, vector: list[float], count: int) -> dict[str, Any]:
+    def query_nearest(self, vector: list[float], count: int) -> dict[str, Any]:
         candidates = min(_MOST_CANDIDATES, 10 * count)
         nearest = {"field": "vector", "query_vector": vector, "k": count, "num_candidates": candidates}
         return {"knn": nearest, "size": count}
@@ -180,23 +156,13 @@ class OpenSearch(_SearchServer):
     """An index in OpenSearch 3. See `_SearchServer` for the arguments."""
 
     package, client_class = "opensearchpy", "OpenSearch"
+    _error_classes = ("OpenSearchException",)
     _index_settings: Mapping[str, Any] = {"knn": True}
+    _vector_field: Mapping[str, Any] = {
+        "type": "knn_vector",
+        "method": {"name": "hnsw", "engine": "lucene", "space_type": "cosinesimil"},
+    }
+    _dimensions = "dimension"
 
-    def _errors_of(self, module: Any) -> tuple[type[Exception], ...]:
-        return (module.exceptions.OpenSearchException,)
-
-    def _create(self, index: str, settings: dict[str, Any], mappings: dict[str, Any]) -> None:
-        self._client.indices.create(index=index, body={"settings": settings, "mappings": mappings})
-
-    def _move(self, actions: list[dict[str, Any]]) -> None:
-        self._client.indices.update_aliases(body={"actions": actions})
-
-    def _ask(self, searches: list[dict[str, Any]]) -> Any:
-        return self._client.msearch(body=searches)
-
-    def _vector_field(self, dimensions: int) -> dict[str, Any]:
-        method = {"name": "hnsw", "engine": "lucene", "space_type": "cosinesimil"}
-        return {"type": "knn_vector", "dimension": dimensions, "method": method}
-
-    def _nearest(self, vector: list[float], count: int) -> dict[str, Any]:
+    def query_nearest(self, vector: list[float], count: int) -> dict[str, Any]:
         return {"query": {"knn": {"vector": {"vector": vector, "k": count}}}, "size": count}

@@ -174,7 +174,7 @@ class ClientTurns(ClientStates):
         last step of a round, give the model the mean of this rank's clients."""
         turn, ends = self.turn, self.attachments.progress.last
         if (turn.last or ends) and turn.client:
-            weight = float(turn.samples) if self.settings.weights == "samples" else 1.0
+            weight = float(turn.samples) if self.settings.client_weights == "samples" else 1.0
             self.stored[turn.client] = self.initial.copy()
             learnt = [before - now for before, now in zip(self._before, self._now(), strict=True)]
             foreach_add_(self.sums, learnt, alpha=weight)

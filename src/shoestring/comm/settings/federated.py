@@ -43,7 +43,7 @@ class FedAvg(ForClients, Feature):
     private: tuple[str, ...] = ()
     """Patterns of names, such as `style.*`, of parameters and buffers that stay with each client. They are neither sent
     nor merged; a checkpoint of the rank holds them, and the exported model has their initial values."""
-    weights: Literal["samples", "equal"] = "samples"
+    client_weights: Literal["samples", "equal"] = "samples"
     """Weights of the clients in a merge: "samples" weighs each client by the number of its training samples, "equal"
     gives all clients the same weight."""
     proximal: float = 0.0
@@ -118,7 +118,7 @@ class FedAvg(ForClients, Feature):
         private = sum(size for name, size in sizes.items() if self.stays(name))
         stays = f", {private:,} of {sum(sizes.values()):,} parameters stay with each client" if private else ""
         pull = f", pulled to the merged weights by {self.proximal:g}" if self.proximal else ""
-        by = "their numbers of samples" if self.weights == "samples" else "equal weights"
+        by = "their numbers of samples" if self.client_weights == "samples" else "equal weights"
         return f"turns of {self.every} steps, merged by {by}{stays}{pull}"
 
     def reduction(self, trace: Trace) -> Reduction | None:

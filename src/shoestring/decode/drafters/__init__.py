@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.settings import LOOKUP, SKIP, Passes, Speculation
+from shoestring.decode.settings.generation import LOOKUP, SKIP, Passes, Speculation
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ import torch
 from shoestring.decode.adapter import Adapter
 from shoestring.decode.drafters.base import DraftTokens
 from shoestring.decode.drafters.stepwise import StepwiseDrafter
-from shoestring.decode.settings import Speculation
+from shoestring.decode.settings.generation import Speculation
 from shoestring.decode.window import common, window_start
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from shoestring.decode.adapter import Adapter
 from shoestring.decode.drafters.base import DraftTokens
 from shoestring.decode.drafters.model import StepwiseDrafter
-from shoestring.decode.settings import Speculation
+from shoestring.decode.settings.generation import Speculation
 from shoestring.decode.skipping.choice import Ratios
 from shoestring.decode.skipping.plan import check_skips, make_plan
 from shoestring.models.cache import KVCache

@@ -13,7 +13,7 @@ from shoestring.decode.adapter import Adapter
 from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.drawing import Drawn, Positions, draw
 from shoestring.decode.randomness import Purpose, key
-from shoestring.decode.settings import Speculation
+from shoestring.decode.settings.generation import Speculation
 from shoestring.models.cache import KVCache
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from shoestring.decode.engine import Engine
 from shoestring.decode.harness.scoring import Score, score
 from shoestring.decode.request import Request
 from shoestring.decode.serve.writing import Writing
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings.generation import Sampling
 
 log = logging.getLogger("shoestring")
 

@@ -22,7 +22,7 @@ from shoestring.decode.adapter import Adapter
 from shoestring.decode.serve.errors import RequestError, invalid
 from shoestring.decode.serve.fields import RequestFields
 from shoestring.decode.serve.served import Served
-from shoestring.decode.serve.settings import Serving, is_adapter_name
+from shoestring.decode.settings.serving import Serving, is_adapter_name
 from shoestring.figures import size
 from shoestring.models import adapter_folder, hf
 from shoestring.models.adapters_by_row import LoadedAdapter

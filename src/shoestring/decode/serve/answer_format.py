@@ -9,7 +9,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.decode.schema_forms import written
 from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.tool_fields import find_problem
-from shoestring.decode.settings import AnswerFormat
+from shoestring.decode.settings.generation import AnswerFormat
 
 SCHEMA, EXPRESSION, CHOICES = 65_536, 4096, 1024
 """Largest number of characters of a schema and of a regular expression, and largest number of choices."""

@@ -34,8 +34,8 @@ from shoestring.decode.serve.limits import Limits, Ticket
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.responses import ResponseForm
 from shoestring.decode.serve.served import Served
-from shoestring.decode.serve.settings import Serving, is_loopback
 from shoestring.decode.serve.understanding import Kind, Understanding, parsed
+from shoestring.decode.settings.serving import Serving, is_loopback
 
 log = logging.getLogger("shoestring.serve")
 

@@ -19,7 +19,7 @@ from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.tool_calls import Calling
 from shoestring.decode.serve.tool_fields import Tools, read_tools
-from shoestring.decode.settings import BIAS, PENALTY, AnswerFormat, LogitChanges, Sampling, SamplingRule
+from shoestring.decode.settings.generation import BIAS, PENALTY, AnswerFormat, LogitChanges, Sampling, SamplingRule
 
 STOPS, STOP_LENGTH = 16, 256
 """Largest number of stop strings, and largest number of characters of one stop string."""

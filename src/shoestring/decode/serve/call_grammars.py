@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.serve.tool_calls import FORMS, Calling, CallParser, Hermes, Mistral
-from shoestring.decode.settings import FLEXIBLE_SPACE
+from shoestring.decode.settings.generation import FLEXIBLE_SPACE
 
 ANY_OBJECT = '{"type": "object"}'
 """Schema of the arguments of a function that is not strict."""

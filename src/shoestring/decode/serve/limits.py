@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoestring.decode.serve.errors import RequestError, busy
-from shoestring.decode.serve.settings import Serving
+from shoestring.decode.settings.serving import Serving
 
 Unit = Literal["requests", "tokens"]
 

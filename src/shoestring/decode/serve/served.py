@@ -9,7 +9,7 @@ from functools import cached_property
 
 from shoestring.data.chat_template import ChatTemplate, chat_template, template_source
 from shoestring.data.tokenizer import Tokenizer
-from shoestring.decode.settings import SamplingDefaults, SamplingRule
+from shoestring.decode.settings.generation import SamplingDefaults, SamplingRule
 
 
 @dataclass(frozen=True, kw_only=True)

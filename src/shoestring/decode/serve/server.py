@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.app import App
-from shoestring.decode.serve.settings import Serving
+from shoestring.decode.settings.serving import Serving
 
 log = logging.getLogger("shoestring.serve")
 

@@ -24,7 +24,7 @@ from shoestring.decode.serve.asking import Asked, Prompt
 from shoestring.decode.serve.errors import RequestError, invalid
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.tool_calls import Calling
-from shoestring.decode.settings import AnswerFormat, LogitChanges, Sampling, SamplingDefaults, SamplingRule
+from shoestring.decode.settings.generation import AnswerFormat, LogitChanges, Sampling, SamplingDefaults, SamplingRule
 
 Kind = Literal["completion", "chat", "response", "check"]
 

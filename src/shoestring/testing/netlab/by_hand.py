@@ -129,20 +129,7 @@ def run(command: Sequence[str], host: str | None = None) -> int:
         if host not in hosts:
             raise WorldError(f"the lab has no {host}", hint=f"it has {', '.join(hosts)}")
         return subprocess.run(inside(hosts[host], command), env=environment()).returncode
-    return _run_on_all(hosts, with_rendezvous(command, list(hosts)))
-
-
-def with_rendezvous(command: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    """Add options for a rendezvous on the first host to a command `torchrun …`; leave other commands unchanged."""
-    program, *arguments = command
-    if Path(program).name != "torchrun" or any(word.startswith(("--rdzv", "--nnodes")) for word in arguments):
-        return list(command)
-    options = ["--nnodes", str(len(hosts)), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:29400"]
-    return [program, *options, "--rdzv-id", str(os.getpid()), *arguments]
-
-
-def _run_on_all(hosts: dict[str, int], command: list[str]) -> int:
-    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    command, pipe, merged = with_rendezvous(command, list(hosts)), subprocess.PIPE, subprocess.STDOUT
     running = {
         name: subprocess.Popen(
             inside(pid, command), stdin=subprocess.DEVNULL, stdout=pipe, stderr=merged, text=True, env=environment()
@@ -161,3 +148,12 @@ def _run_on_all(hosts: dict[str, int], command: list[str]) -> int:
     for reader in readers:
         reader.join()
     return next((code for process in running.values() if (code := process.wait())), 0)
+
+
+def with_rendezvous(command: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """Add options for a rendezvous on the first host to a command `torchrun …`; leave other commands unchanged."""
+    program, *arguments = command
+    if Path(program).name != "torchrun" or any(word.startswith(("--rdzv", "--nnodes")) for word in arguments):
+        return list(command)
+    options = ["--nnodes", str(len(hosts)), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:29400"]
+    return [program, *options, "--rdzv-id", str(os.getpid()), *arguments]

@@ -77,11 +77,9 @@ def list_newest(
         rows.append(ListedItem(comment.target, comment, excerpt(comment.text, words)))
     rows.sort(key=lambda row: row.time, reverse=True)  # stable: rows of the same time keep their order
     skipped = min(skipped, sum(row.time == moment for row in rows))
-    rows = rows[skipped:]
-    return ListedPage(rows[:SHOWN], _place_after(rows[:SHOWN], moment, skipped) if len(rows) > SHOWN else "")
-
-
-def _place_after(rows: Sequence[ListedItem], moment: datetime | None, skipped: int) -> str:
+    rows, more = rows[skipped : skipped + SHOWN], len(rows) > skipped + SHOWN
+    if not more:
+        return ListedPage(rows, after="")
     last = rows[-1].time
     count = sum(row.time == last for row in rows) + (skipped if last == moment else 0)
-    return f"{(last - _EPOCH) // _MICROSECOND}.{count}"
+    return ListedPage(rows, after=f"{(last - _EPOCH) // _MICROSECOND}.{count}")

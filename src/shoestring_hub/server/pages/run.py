@@ -181,18 +181,16 @@ def _grown(chosen: Sequence[HubRun], before: Mapping[int, _Known]) -> list[RunFo
     packed: dict[int, list[tuple[str, bytes]]] = {run.pk: [] for run in chosen}
     for run_id, name, data in points.values_list("run", "key__name", "data"):
         packed[run_id].append((name, data))
-    return [
-        RunFolder(path=stored.label_of(run), columns=_since(columns_of(packed[run.pk]), before[run.number].last))
-        for run in chosen
-    ]
-
-
-def _since(columns: dict[str, ArrayColumn], last: int) -> dict[str, ArrayColumn]:
-    """Drop all points before step `last`, except the first point of `time`."""
-    shown = {name: column.steps >= last for name, column in columns.items()}
-    if "time" in shown:
-        shown["time"][:1] = True
-    return {name: ArrayColumn(column.steps[shown[name]], column.array[shown[name]]) for name, column in columns.items()}
+    folders = []
+    for run in chosen:
+        columns: dict[str, ArrayColumn] = {}
+        for name, column in columns_of(packed[run.pk]).items():
+            shown = column.steps >= before[run.number].last
+            if name == "time":
+                shown[:1] = True
+            columns[name] = ArrayColumn(column.steps[shown], column.array[shown])
+        folders.append(RunFolder(path=stored.label_of(run), columns=columns))
+    return folders
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------
