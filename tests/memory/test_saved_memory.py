@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +109,13 @@ def test_what_the_prediction_forks_ends_with_it(tmp_path, monkeypatch):
     state = Path(f"/proc/{int(forked.read_text())}/stat")
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         os.sched_yield()  # until the kernel has ended it; the limit of a test ends this if it does not
+
+
+@pytest.mark.slow
+def test_a_prediction_ends_with_a_run_that_is_killed():
+    command = [sys.executable, "-m", saved_memory.__name__, "--parent", "1"]  # as if its parent had ended
+    with subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) as process:  # it waits for a run file
+        assert process.wait() == -signal.SIGKILL
 
 
 def children():

@@ -14,6 +14,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -95,7 +97,7 @@ def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
         yield lambda trace: []
         return
     alone = replace(run, features=tuple(feature for feature in run.features if not isinstance(feature, Budget)))
-    command = [sys.executable, "-P", "-m", __spec__.name, "--ranks", str(world.size)]
+    command = [sys.executable, "-P", "-m", __spec__.name, "--ranks", str(world.size), "--parent", str(os.getpid())]
     try:
         # The process gets its own process group, so that the processes that it forks can be killed with it.
         process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, process_group=0)
@@ -182,11 +184,20 @@ def _outline(model: NamedModel, from_data: Mapping[str, Any]) -> nn.Module:
         return model.build(from_data, weights=False)
 
 
+def _end_with(parent: int) -> None:
+    """End this process and those that it has forked when the run is killed, which cannot end them itself then."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Read a run file from standard input, and print the prediction for it as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks of the run")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process with which this one ends")
     chosen = parser.parse_args(arguments)
+    threading.Thread(target=_end_with, args=(chosen.parent,), daemon=True).start()
     run = parse(tomllib.loads(sys.stdin.read()))
     _outline(model_of(run), model_arguments(run))  # before forking, imports what all forked processes need
     with ProcessPoolExecutor(len(saving(run.features)) + 1, multiprocessing.get_context("fork")) as pool:

@@ -32,7 +32,8 @@ Pattern = Callable[[np.ndarray, np.ndarray], np.ndarray]
 def _ripples(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Sum of waves in seven directions, which does not repeat."""
     turns = [math.pi * number / 7 for number in range(7)]
-    return sum(np.cos(0.8 * (math.cos(turn) * u + math.sin(turn) * v) + 5 * turn) for turn in turns) / np.float32(2)
+    waves = [np.cos(0.8 * (math.cos(turn) * u + math.sin(turn) * v) + 5 * turn) for turn in turns]
+    return np.add.reduce(waves) / 2
 
 
 def _bricks(u: np.ndarray, v: np.ndarray) -> np.ndarray:
