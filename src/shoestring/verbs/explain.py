@@ -19,7 +19,7 @@ from shoestring.graph.search import SplitSearch
 from shoestring.memory.predicted import device_type
 from shoestring.models.loading import build_model
 from shoestring.models.without_data import with_fake_tensors
-from shoestring.planning.cluster import Cluster
+from shoestring.planning.cluster import Cluster, read_cluster
 from shoestring.precision import Graph
 from shoestring.precision.fact_names import CHOSEN_TITLE
 from shoestring.precision.graph_pass import Rules, describe_bits
@@ -27,7 +27,6 @@ from shoestring.report import reading
 from shoestring.run import Run
 from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
 from shoestring.training.user_code import UserCode, import_user_code
-from shoestring.verbs.probe import read
 
 
 class _Step(nn.Module):
@@ -53,7 +52,7 @@ def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     Raises:
         ConfigError: the cluster file is unusable or has several hosts, or the model cannot be traced.
     """
-    measured = read(cluster)
+    measured = read_cluster(cluster)
     run = with_sequence(run, sequence_of(run))
     code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
     folder = Path(run.settings.folder or Path("runs") / run.name)
