@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,14 +163,18 @@ class TracedStep:
 
 
 def digest(graph: fx.Graph) -> str:
-    """A hash of a graph's operators, arguments and shapes, without the indices of GPUs."""
+    """A hash of a graph's operators, arguments and shapes, equal in other processes and on other GPUs."""
+
+    def named(one: Any) -> Any:
+        if isinstance(one, torch.device):
+            return one.type
+        return one.__qualname__ if isinstance(one, FunctionType) else one
+
     total = hashlib.blake2b(digest_size=8)
     for node in graph.nodes:
         shapes = [(tuple(one.shape), one.dtype) for one in tensors_of(node)]
-        arguments = fx.node.map_aggregate(
-            (node.args, dict(node.kwargs)), lambda one: one.type if isinstance(one, torch.device) else one
-        )
-        total.update(f"{node.name} {node.target} {arguments} {shapes}\n".encode())
+        arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), named)
+        total.update(f"{node.name} {named(node.target)} {arguments} {shapes}\n".encode())
     return total.hexdigest()
 
 
