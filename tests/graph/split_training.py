@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from shoestring.core.kept import Progress
 from shoestring.graph import Split
 from shoestring.graph.costs import ring
 from shoestring.models.gpt import tiny
+from shoestring.run import load
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import here
+from shoestring.training.loop import train as train_file
 from tests.graph.steps import Convolutional
 
 STEPS = 6
@@ -31,10 +34,7 @@ def write_cluster(path: Path, ranks: int, latency: float = 1e-6) -> str:
 
 
 def gpt() -> nn.Module:
-    return tiny(vocab_size=32, context=8, dim=16, layers=2, heads=4, kv_heads=2, hidden=32)
-
-
-MODELS = {"layers": jobs.tiny, "gpt": gpt, "pictures": Convolutional}
+    return tiny(vocab_size=32, context=8, dim=16, layers=1, heads=4, kv_heads=2, hidden=32)
 
 
 def batch(model: str, number: int, sizes: tuple[int, ...] = ()) -> dict[str, Tensor]:
@@ -78,7 +78,8 @@ def train(
     def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2)
 
-    built = MODELS[model]().double().train()
+    models = {"small": small, "gpt": gpt, "pictures": Convolutional}
+    built = models[model]().double().train()
     job = Job(built, optimizer=adam, progress=Progress(total=STEPS), world=world, example=lambda: batch(model, 0))
     with ss.compose(job, features) as job:
         began = job.restore("auto") if resume and job.restore else 0
@@ -99,3 +100,32 @@ def train(
             "plan": text,
             "facts": {name: number for name, number in job.trace.facts.items() if name.startswith("operators.")},
         }
+
+
+class Small(nn.Module):
+    """A language model with what features often handle wrongly: tied and frozen weights, biases and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(jobs.VOCABULARY, 16)
+        self.scale = nn.Parameter(torch.full((16,), 2.0), requires_grad=False)
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, jobs.VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * self.scale
+        return self.head(self.norm(hidden + self.down(torch.relu(self.up(hidden)))))
+
+
+def small(dropout: float = 0.0) -> nn.Module:
+    """Build the small model; every call gives the same initial weights. It has no dropout, which is refused."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Small()
+
+
+def train_run(*, path: str, folder: str) -> list[dict]:
+    """Train a run file on the ranks of a pool, or on this one; returns the rows of its metrics."""
+    train_file(load(path, ["--run.folder", folder]), here())
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

@@ -19,6 +19,7 @@ from shoestring.decode.settings import Decoding, Generation, SamplingOptions, Se
 from shoestring.distributed.join import join
 from shoestring.memory import Budget
 from shoestring.models.loading import load_model
+from shoestring.planning.cluster import read_cluster
 from shoestring.recipes import find as installed_recipes
 from shoestring.testing.pool import Pool
 from shoestring.verbs import archive, interchange, memory, profile, recipes, report, trust
@@ -26,7 +27,6 @@ from shoestring.verbs.check import check
 from shoestring.verbs.distill import distill
 from shoestring.verbs.generate import generate
 from shoestring.verbs.plan import plan
-from shoestring.planning.cluster import read_cluster
 from shoestring.verbs.probe import probe
 from shoestring.verbs.prune import prune
 from shoestring.verbs.quantize import quantize

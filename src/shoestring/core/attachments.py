@@ -275,11 +275,11 @@ class Attachments:
                 must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
                 output of a micro-batch, and `backward` on the tensor that `loss` returns. (If a graph of the owner
                 computes losses too, the rank calls `add`, and the backward pass begins with `gradient_of`.) Forward
-                passes and losses run within `computing`. The backward pass of a micro-batch runs within `sync(last)`, where `last` says
-                whether the micro-batch is this rank's last one in the step; forward passes run outside `sync`. All
-                communication is complete when `run` returns, because the step then sums losses over the ranks and
-                corrects all gradients by the true divisor. Evaluations call `run` as well, with `training` False and
-                gradients off; in an evaluation `run` does no backward pass.
+                passes and losses run within `computing`. The backward pass of a micro-batch runs within `sync(last)`,
+                where `last` says whether the micro-batch is this rank's last one in the step; forward passes run
+                outside `sync`. All communication is complete when `run` returns, because the step then sums losses over
+                the ranks and corrects all gradients by the true divisor. Evaluations call `run` as well, with
+                `training` False and gradients off; in an evaluation `run` does no backward pass.
             elsewhere: names of parameters, trained or not, that other ranks hold and this rank does not need. If this
                 rank has tensors under these names, their values are not the model's.
             orders: name of a parameter in `trained` -> the order of its DTensor, if the DTensor stores the elements in

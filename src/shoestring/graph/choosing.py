@@ -46,7 +46,7 @@ _LEAVES = (int, float, str, bytes, type(None))
 
 
 def check(attachments: Attachments, settings: Split) -> None:
-    """Raise ConfigError if the step cannot be traced or no plan is possible, ConflictError if a feature does not fit."""
+    """Raise ConfigError if the step cannot be traced or no plan fits, ConflictError if a feature does not fit."""
     if settings.gib < 0:
         raise ConfigError(f"`{settings.name}.gib` must be 0 or more, got {settings.gib:g}")
     if attachments.world.ranks_over([OPERATORS]) == 1:
@@ -198,7 +198,7 @@ def trace_job(attachments: Attachments, settings: Split) -> TracedStep:
     known = {*nodes.parameters.values(), *nodes.buffers.values(), *nodes.inputs, *nodes.tangents}
     names = {PREFIX + name for name in attachments.named()}
     for node in step.module.graph.nodes:
-        if node.op == "placeholder" and node not in known or nodes.parameters.keys() != names:
+        if (node.op == "placeholder" and node not in known) or nodes.parameters.keys() != names:
             message = f"{type(module).__name__} can only be traced with other tensors than its own parameters"
             raise ConfigError(message, hint=f"remove [{settings.name}]")
         if node.op not in ("placeholder", "call_function", "output"):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -27,7 +26,6 @@ from shoestring.graph.choosing import (
     chosen,
     costs_of,
     digest,
-    modes_of,
     trace_job,
 )
 from shoestring.graph.lockstep import divide
@@ -218,7 +216,7 @@ class SplitStep:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, micro: MicroBatches) -> None:
-        """Compute the loss of batches by the whole model; ranks take turns, so each batch is computed by one of them."""
+        """Compute the loss of batches by the whole model; ranks take turns, so one rank computes each batch."""
         if not self._whole:
             self._gather()
         for batch in micro.batches:
