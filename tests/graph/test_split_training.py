@@ -134,7 +134,10 @@ def test_a_check_says_what_the_plan_is_and_leaves_the_model_as_it_was(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "model", "order"), [(4, "gpt", "traced"), (2, "pictures", "searched")])
+@pytest.mark.parametrize(
+    ("ranks", "model", "order"),
+    [pytest.param(4, "gpt", "traced", marks=pytest.mark.all_cases), (2, "pictures", "searched")],
+)
 def test_ranks_compute_what_one_does(pool_of, tmp_path, ranks, model, order):
     cluster = write_cluster(tmp_path / "cluster.toml", ranks)
     results = pool_of(ranks).call(split_training.train, model=model, cluster=cluster, order=order)
@@ -178,7 +181,7 @@ def test_a_run_file_trains_by_its_plan_and_its_report_says_how(pool_of, tmp_path
     lines = "\n".join(check(load(str(path)), workers=2))
     assert "operators over 2 ranks" in lines and "memory: as graph.split says above" in lines
     with pytest.raises(ConfigError, match="has measured 2 ranks, and there are 3"):
-        list(check(load(str(path), ["--run.batch", "6"]), workers=3))
+        list(check(load(str(path)), workers=3))
     with pytest.raises(ConfigError, match="by a search of its own"):
         plan(load(str(path)), World())
     arguments = {"path": str(path), "folder": str(tmp_path / "two")}

@@ -105,7 +105,7 @@ class Split(Feature):
             used=facts[names.HELD_FACT],
             without=facts[names.WHOLE_FACT],
             measured=True,
-            cost=f"a rank sent {memory(facts[names.SENT_FACT] / steps)} a step and waited {percent(waited)} of the time",
+            cost=f"a rank sent {memory(facts[names.SENT_FACT] / steps)} a step, and waited {percent(waited)} of it",
         )
 
     def report_items(self, trace: Trace) -> list[Table]:

@@ -16,6 +16,7 @@ from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import DATA, arrange_mesh, splitting
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
+from shoestring.core.task import Batch
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.data.clients import ClientLoader, Clients, ClientStates
@@ -35,17 +36,9 @@ def build_job(run: Run, code: UserCode, world: World, data: DataSets, trace: Tra
     model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
     if not any(feature.places_model for feature in run.features):
         model = model.to(world.device)
-    samples = micro_batch(settings, arrange_mesh(world, run.features))
+    example = partial(example_batch, data, micro_batch(settings, arrange_mesh(world, run.features)))
     progress = progress_of(settings)
-    job = Job(
-        model,
-        code.forward,
-        code.loss,
-        progress=progress,
-        world=world,
-        trace=trace,
-        example=partial(data.first_batch, samples),
-    )
+    job = Job(model, code.forward, code.loss, progress=progress, world=world, trace=trace, example=example)
     attachments_of(job).exits.callback(torch.use_deterministic_algorithms, deterministic)
     compose(job, run.features)
     # All ranks initialised the weights from the same seed. From here on, ranks that read different samples use
@@ -64,6 +57,12 @@ def micro_batch(settings: Settings, world: World) -> int:
         world: the mesh, including the axes that the run's features add.
     """
     return max(settings.batch // world.ranks_over(DATA) // settings.accumulate, 1)
+
+
+def example_batch(data: DataSets, samples: int) -> Batch:
+    """A batch with the entries and sizes of those that the loader yields, of the first samples of the data."""
+    batch = data.first_batch(samples)
+    return {**batch, "ids": torch.arange(samples)} if isinstance(batch, dict) else batch
 
 
 def _seed_of_rank(seed: int, rank: int) -> int:

@@ -38,7 +38,7 @@ from shoestring.planning.predict import peaks
 from shoestring.planning.step import Plannable, planned_step
 from shoestring.planning.system import free_memory
 from shoestring.run import Run
-from shoestring.training.build import check_loading, micro_batch, progress_of
+from shoestring.training.build import check_loading, example_batch, micro_batch, progress_of
 from shoestring.training.choices import within_budget
 from shoestring.training.data_loading import (
     DataSets,
@@ -123,9 +123,10 @@ def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:
 def _example(samples: int, run: Run, data: DataSets | None) -> Callable[[], Batch] | None:
     """A function that returns a batch with the sizes of a micro-batch; None if they are unknown without the data."""
     if data is not None:
-        return partial(data.first_batch, samples)
+        return partial(example_batch, data, samples)
     tokens = torch.empty(samples, run.data.sequence, dtype=torch.int64, device="meta")
-    return (lambda: {"inputs": tokens, "targets": tokens}) if run.data.form == "text" else None
+    batch = {"inputs": tokens, "targets": tokens, "ids": tokens[:, 0]}
+    return (lambda: batch) if run.data.form == "text" else None
 
 
 def _left_out(run: Run) -> Iterator[str]:
