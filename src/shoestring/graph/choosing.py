@@ -116,7 +116,7 @@ class BatchForm:
         return ", ".join(str(leaf[0]) if isinstance(leaf, tuple) else repr(leaf) for leaf in self.leaves)
 
 
-class _Step(nn.Module):
+class _TraceableStep(nn.Module):
     """A job's model with its loss, as a function of the tensors of a batch."""
 
     def __init__(self, attachments: Attachments, batch: Batch) -> None:
@@ -191,7 +191,7 @@ def trace_job(attachments: Attachments, settings: Split) -> TracedStep:
     batch, module = attachments.example(), attachments.module
     with without_data(), _ready(module, attachments.world.device.type) as device, attachments.computing():
         fake = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), batch)
-        inner = _Step(attachments, fake)
+        inner = _TraceableStep(attachments, fake)
         step = trace(inner, *(leaf for leaf in pytree.tree_leaves(fake) if isinstance(leaf, Tensor)))
         traced = TracedStep(step, BatchForm.of(batch), inner.number, modes_of(module))
     nodes = step.nodes
@@ -246,7 +246,7 @@ def _draws(node: fx.Node) -> bool:
     for place, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p":
             value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return value != 0.0
+            return not (isinstance(value, float) and value == 0.0)
     return True
 
 

@@ -34,7 +34,7 @@ from shoestring.graph.overlap import overlap
 from shoestring.graph.placements import Placement
 from shoestring.graph.program import RankProgram, rank_program
 from shoestring.graph.rules import RuleBook
-from shoestring.graph.running import Traffic, run_rank
+from shoestring.graph.running import MessageTotals, run_rank
 
 if TYPE_CHECKING:
     from shoestring.graph.settings import Split
@@ -74,7 +74,7 @@ class SplitStep:
         self.attachments, self.model = attachments, attachments.module
         self.traced, self.plan, self.program = traced, plan, program
         self.group, self.mesh, self.ranks, self.index = group, mesh, program.ranks, world.index_over([OPERATORS])
-        self.traffic = Traffic()
+        self.traffic = MessageTotals()
         self.stepped: dict[str, DTensor] = {}
         """Name of a parameter -> what this rank has of it, which the optimizer steps."""
         self.parts: dict[nn.Parameter, str] = {}
@@ -137,9 +137,10 @@ class SplitStep:
         """What this rank has of a parameter: a shard of its own, or all of it."""
         local = divide(whole, at, self.ranks)[self.index].clone() if at >= 0 else whole
         placement = Shard(at) if at >= 0 else Replicate()
-        return DTensor.from_local(
-            local, self.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-        ).requires_grad_()
+        layout: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
+        placed = DTensor.from_local(local, self.mesh, [placement], run_check=False, **layout)
+        placed.requires_grad_()
+        return placed
 
     @torch.no_grad()
     def _hold(self, module: nn.Module, name: str, parameter: str) -> None:
@@ -207,7 +208,7 @@ class SplitStep:
 
     def _add_gradient(self, name: str, value: Tensor) -> None:
         stepped = self.stepped[name]
-        if stepped.grad is not None:
+        if isinstance(stepped.grad, DTensor):
             stepped.grad.to_local().add_(value)
             return
         layout: dict[str, Any] = {"shape": stepped.shape, "stride": stepped.stride()}

@@ -70,7 +70,7 @@ def _computation(args: Sequence[Any], ranks: int) -> Any:
 
 
 @dataclass
-class Traffic:
+class MessageTotals:
     """What a rank exchanges while it runs programs."""
 
     sent: int = 0
@@ -88,7 +88,7 @@ class Traffic:
 
 
 def run_rank(
-    program: RankProgram, values: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traffic | None = None
+    program: RankProgram, values: Sequence[Tensor], group: dist.ProcessGroup, traffic: MessageTotals | None = None
 ) -> list[Tensor | None]:
     """Run a program on this rank of a process group. A collective.
 
@@ -100,7 +100,7 @@ def run_rank(
         What this rank has of the step's outputs.
     """
     index, left, env = dist.get_rank(group), iter(values), dict[fx.Node, Any]()
-    traffic = traffic or Traffic()
+    traffic = traffic or MessageTotals()
     uses = {node: len(node.users) for node in program.graph.nodes}
     with torch.no_grad():
         for node in program.graph.nodes:
@@ -127,7 +127,7 @@ def run_rank(
     raise ValueError("the program has no output")
 
 
-def _sum_over(computation: Any, group: dist.ProcessGroup, traffic: Traffic) -> Any:
+def _sum_over(computation: Any, group: dist.ProcessGroup, traffic: MessageTotals) -> Any:
     value = None
     while True:
         try:
@@ -166,7 +166,7 @@ class _Message:
             self.work = dist.all_to_all_single(self.received, sent.flatten(), group=group, async_op=True)
         self.sent = sent  # lives until it has been sent
 
-    def ended(self, traffic: Traffic) -> tuple[Tensor, ...]:
+    def ended(self, traffic: MessageTotals) -> tuple[Tensor, ...]:
         """Wait for the message; returns what this rank has of the moved tensors."""
         assert self.work is not None
         with traffic.waiting(self.sent.nbytes):

@@ -38,11 +38,11 @@ class Compile(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Split(Feature):
-    """Split every operator of a training step over the ranks of a host, in the way that a search predicts to be the
-    fastest. Weights, batch and activations are whole or in shards, as the search chooses for each of them.
+    """Split the operators of a training step over the ranks of a host, in the fastest way that a search predicts.
 
-    The step is traced once, from a batch of the sizes that all batches have, and each rank then runs its own program of
-    operators and messages. The result is that of one process. `shoestring plan --explain` shows what the search finds.
+    Weights, samples and activations are whole or in shards, as the search chooses for each tensor. The step is traced
+    once, from a batch of the sizes that all batches have, and each rank then runs its own program of operators and
+    messages. The result is that of one process. `shoestring plan --explain` shows what the search finds.
     """
 
     cluster: str = ""
@@ -53,8 +53,8 @@ class Split(Feature):
     search divide more tensors. 0 allows all memory of a rank's device that `cluster` states."""
     order: Literal["searched", "traced"] = "searched"
     """Order of operators and messages in a rank's program: `searched` lets messages travel while the rank computes, in
-    tiles where that pays, and takes some seconds at the start; `traced` sends each message when its result is needed,
-    and waits for it."""
+    tiles where that pays, and takes some seconds at the start; with `traced`, a rank begins each message when it needs
+    the result, and computes nothing meanwhile."""
 
     seams: ClassVar = (Seam.SHARD,)
 
