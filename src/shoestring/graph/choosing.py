@@ -193,7 +193,7 @@ def trace_job(attachments: Attachments, settings: Split) -> TracedStep:
         fake = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), batch)
         inner = _TraceableStep(attachments, fake)
         step = trace(inner, *(leaf for leaf in pytree.tree_leaves(fake) if isinstance(leaf, Tensor)))
-        traced = TracedStep(step, BatchForm.of(batch), inner.number, modes_of(module))
+        traced = TracedStep(step, BatchForm.of(batch), inner.number, tuple(part.training for part in module.modules()))
     nodes = step.nodes
     known = {*nodes.parameters.values(), *nodes.buffers.values(), *nodes.inputs, *nodes.tangents}
     names = {PREFIX + name for name in attachments.named()}
@@ -212,10 +212,6 @@ def trace_job(attachments: Attachments, settings: Split) -> TracedStep:
                 hint=f"set dropout to 0, or remove [{settings.name}]",
             )
     return traced
-
-
-def modes_of(module: nn.Module) -> tuple[bool, ...]:
-    return tuple(part.training for part in module.modules())
 
 
 @contextmanager

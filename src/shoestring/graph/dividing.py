@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoestring._torch import tree_leaves
@@ -48,20 +48,18 @@ def attach(attachments: Attachments, settings: Split) -> None:
     attachments.claim([OPERATORS], trained=True, whole=True)
     plan = chosen(attachments, settings)
     assert plan is not None  # only a check without ranks has none
-    traced = trace_job(attachments, settings)
-    world, own = attachments.world, f"the step that `{settings.name}` has traced"
-    world.alike({own: traced.digest}, "start all ranks with the same code, versions and data")
-    program = _program(settings, traced, plan, ranks)
-    world.alike({f"the order that `{settings.name}` has found": digest(program.graph)}, "use one cluster file")
+    traced, alike = trace_job(attachments, settings), attachments.world.alike
+    alike({f"{settings.name}: traced step": traced.digest}, "start all ranks with the same code, versions and data")
     if traced.digest != plan.digest:
-        raise ConfigError(f"{own} has changed since it was planned", hint="make the model trace in the same way twice")
+        message = f"the step that `{settings.name}` has planned is traced in another way the second time"
+        raise ConfigError(message, hint="let the model and its loss compute the same each time")
+    program = rank_program(traced.step, plan.rules(traced, RuleBook(ranks)), ranks)
+    if settings.order == "searched":
+        program = overlap(program, costs_of(settings, ranks)[0]).program
+    alike(
+        {f"{settings.name}: order of operators": digest(program.graph)}, "name the same file in `cluster` on all ranks"
+    )
     SplitStep(attachments, traced, plan, program).attach()
-
-
-def _program(settings: Split, traced: TracedStep, plan: ChosenPlan, ranks: int) -> RankProgram:
-    book = RuleBook(ranks)
-    program = rank_program(traced.step, plan.rules(traced, book), ranks)
-    return overlap(program, costs_of(settings, ranks)[0]).program if settings.order == "searched" else program
 
 
 class SplitStep:
@@ -77,41 +75,14 @@ class SplitStep:
         self.traffic = MessageTotals()
         self.stepped: dict[str, DTensor] = {}
         """Name of a parameter -> what this rank has of it, which the optimizer steps."""
-        self.parts: dict[nn.Parameter, str] = {}
-        """The shards that the model holds in place of parameters -> their names."""
+        self.parts: dict[str, nn.Parameter] = {}
+        """Name of a parameter -> the shard that the model holds in its place."""
         self._turn = 0
         self._whole: list[tuple[nn.Module, str, nn.Parameter]] = []
         """(module, name, shard) of the parameters that are whole for the duration of an evaluation."""
-        holders = [node for node in traced.step.module.graph.nodes if node.op == "placeholder"]
-        placements = dict(zip(holders, program.inputs, strict=True))
-        self._sources: list[Callable[[Tensor, list[Tensor]], Tensor]] = []
-        nodes = traced.step.nodes
-        parameters = {node: name.removeprefix(PREFIX) for name, node in nodes.parameters.items()}
-        buffers = {node: name.removeprefix(PREFIX) for name, node in nodes.buffers.items()}
-        self.placed = {parameters[node]: at for node, at in placements.items() if node in parameters}
-        self.buffers = {name: self.model.get_buffer(name) for name in buffers.values()}
-        for node, at in placements.items():
-            if node in parameters:
-                self._sources.append(self._parameter(parameters[node]))
-            elif node in buffers:
-                self._sources.append(self._buffer(buffers[node]))
-            elif node in nodes.inputs:
-                self._sources.append(self._entry(nodes.inputs.index(node), at))
-            else:
-                self._sources.append(lambda start, batch: start)
-
-    # -- what a program reads ------------------------------------------------------------------------------------------
-
-    def _parameter(self, name: str) -> Callable[..., Tensor]:
-        return lambda start, batch: (
-            self.stepped[name].to_local() if name in self.stepped else self.model.get_parameter(name).detach()
-        )
-
-    def _buffer(self, name: str) -> Callable[..., Tensor]:
-        return lambda start, batch: self.buffers[name]
-
-    def _entry(self, number: int, at: Placement) -> Callable[..., Tensor]:
-        return lambda start, batch: divide(batch[number], at, self.ranks)[self.index]
+        holders = (node for node in traced.step.module.graph.nodes if node.op == "placeholder")
+        self.placements = dict(zip(holders, program.inputs, strict=True))
+        self.buffers = {name: self.model.get_buffer(name.removeprefix(PREFIX)) for name in traced.step.nodes.buffers}
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -122,13 +93,19 @@ class SplitStep:
         broadcast_tensors([*self.model.parameters(), *self.model.buffers()], self.group)
         facts[names.WHOLE_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
         trained = {name: tensor for name, tensor in attachments.named().items() if tensor.requires_grad}
+        placed = {
+            name.removeprefix(PREFIX): self.placements[node] for name, node in self.traced.step.nodes.parameters.items()
+        }
         for name, parameter in trained.items():
-            self.stepped[name] = self._placed(parameter.detach(), self.placed[name])
+            self.stepped[name] = self._placed(parameter.detach(), placed[name])
         attachments.shard(over=(), trained=self.stepped, run=self.run)
         whole = {parameter: name for name, parameter in trained.items()}
         for module, name, parameter in [*_parameters_of(self.model)]:
-            if parameter in whole and self.placed[whole[parameter]] >= 0:
-                self._hold(module, name, whole[parameter])
+            own = whole.get(parameter, "")
+            if own and placed[own] >= 0:
+                if own not in self.parts:  # a tied parameter has several modules
+                    self.parts[own] = nn.Parameter(self.stepped[own].detach().to_local())
+                module._parameters[name] = self.parts[own]
         attachments.surround_evaluation(self._evaluating)
         facts[names.HELD_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
         facts |= {names.SENT_FACT: 0.0, names.WAITED_FACT: 0.0, names.MESSAGES_FACT: len(self.program.messages)}
@@ -141,15 +118,6 @@ class SplitStep:
         placed = DTensor.from_local(local, self.mesh, [placement], run_check=False, **layout)
         placed.requires_grad_()
         return placed
-
-    @torch.no_grad()
-    def _hold(self, module: nn.Module, name: str, parameter: str) -> None:
-        """Let a module hold this rank's shard in place of a parameter; a shard is the same in all modules."""
-        part = next((part for part, own in self.parts.items() if own == parameter), None)
-        if part is None:
-            part = nn.Parameter(self.stepped[parameter].to_local())
-            self.parts[part] = parameter
-        module._parameters[name] = part
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -186,10 +154,7 @@ class SplitStep:
                 f"a micro-batch has the sizes {form}, and the step was traced for {self.traced.form}",
                 hint="give all batches the same sizes, or train without [graph.split]",
             )
-        entries = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        (tangent,) = (node.meta["val"] for node in self.traced.step.nodes.tangents)
-        start = micro.gradient_of(torch.ones((), dtype=tangent.dtype, device=self.attachments.world.device))
-        values = [source(start, entries) for source in self._sources]
+        values = self._values(micro, batch)
         returned = run_rank(self.program, values, self.group, self.traffic)
         results, taken = list[Tensor](), {value.untyped_storage().data_ptr() for value in values}
         for (kind, name), value in zip(self.traced.step.nodes.outputs, returned, strict=True):
@@ -198,13 +163,31 @@ class SplitStep:
             if kind == "result":
                 results.append(value)
             elif kind == "buffer":
-                self.buffers[name.removeprefix(PREFIX)].copy_(value)
+                self.buffers[name].copy_(value)
             else:
                 self._add_gradient(name.removeprefix(PREFIX), _apart(value, taken))
         total = results[0]
         count = results[1] if len(results) > 1 else torch.full_like(total, self.traced.number or 0)
         if self.index == 0:  # all ranks have computed the same loss
             micro.add(total, count)
+
+    def _values(self, micro: MicroBatches, batch: Batch) -> list[Tensor]:
+        """What this rank gives to the program: its parts of parameters and of the batch, buffers, and the gradient at
+        which the backward pass begins."""
+        nodes, values = self.traced.step.nodes, dict[fx.Node, Tensor]()
+        for node in nodes.tangents:
+            like = node.meta["val"]
+            values[node] = micro.gradient_of(torch.ones((), dtype=like.dtype, device=self.attachments.world.device))
+        for name, node in nodes.parameters.items():
+            own = name.removeprefix(PREFIX)
+            stepped = self.stepped.get(own)
+            values[node] = self.model.get_parameter(own).detach() if stepped is None else stepped.to_local()
+        for name, node in nodes.buffers.items():
+            values[node] = self.buffers[name]
+        entries = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        for node, entry in zip(nodes.inputs, entries, strict=True):
+            values[node] = divide(entry, self.placements[node], self.ranks)[self.index]
+        return [values[node] for node in self.placements]
 
     def _add_gradient(self, name: str, value: Tensor) -> None:
         stepped = self.stepped[name]
@@ -230,7 +213,7 @@ class SplitStep:
         """Gather the parameters of which ranks have shards into the model, until the evaluation ends. A collective."""
         whole = {
             part: nn.Parameter(self.stepped[name].full_tensor(), requires_grad=False)
-            for part, name in self.parts.items()
+            for name, part in self.parts.items()
         }
         for module, name, parameter in [*_parameters_of(self.model)]:
             if parameter in whole:
