@@ -18,3 +18,11 @@ class TestSplit(FeatureSuite):
     @pytest.fixture
     def feature(self, tmp_path):
         return Split(cluster=write_cluster(tmp_path / "cluster.toml", 2), order="traced")
+
+    @pytest.mark.all_cases  # test_split_training.py resumes on one rank, and compares losses with those of one rank
+    def test_resumes_on_other_ranks(self, case):
+        super().test_resumes_on_other_ranks(case)
+
+    @pytest.mark.all_cases
+    def test_converges(self, case):
+        super().test_converges(case)

@@ -134,10 +134,8 @@ def test_a_check_says_what_the_plan_is_and_leaves_the_model_as_it_was(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "model", "order"),
-    [pytest.param(4, "gpt", "traced", marks=pytest.mark.all_cases), (2, "pictures", "searched")],
-)
+@pytest.mark.all_cases
+@pytest.mark.parametrize(("ranks", "model", "order"), [(4, "gpt", "traced"), (2, "pictures", "searched")])
 def test_ranks_compute_what_one_does(pool_of, tmp_path, ranks, model, order):
     cluster = write_cluster(tmp_path / "cluster.toml", ranks)
     results = pool_of(ranks).call(split_training.train, model=model, cluster=cluster, order=order)

@@ -122,10 +122,7 @@ class _TraceableStep(nn.Module):
     def __init__(self, attachments: Attachments, batch: Batch) -> None:
         super().__init__()
         self.model, self.batch, self.number = attachments.module, batch, None
-        self.functions = (
-            attachments.forward,
-            attachments.loss,
-        )  # in a tuple: if a loss is a module, it is no part of this
+        self.functions = attachments.forward, attachments.loss  # a tuple hides a loss that is a module from torch
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The sum of the losses, and the number of targets if it is a tensor; a number is left in `number`."""
