@@ -104,7 +104,7 @@ class SplitStep:
             own = whole.get(parameter, "")
             if own and placed[own] >= 0:
                 if own not in self.parts:  # a tied parameter has several modules
-                    self.parts[own] = nn.Parameter(self.stepped[own].detach().to_local())
+                    self.parts[own] = nn.Parameter(self.stepped[own].to_local().detach())
                 module._parameters[name] = self.parts[own]
         attachments.surround_evaluation(self._evaluating)
         facts[names.HELD_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
