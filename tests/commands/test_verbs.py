@@ -134,11 +134,11 @@ def test_report_exports_the_trace_for_perfetto(trained, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_probe_writes_what_it_measured(tmp_path, capsys):
-    from shoestring.verbs.probe import read
+    from shoestring.planning.cluster import read_cluster
 
     out = tmp_path / "cluster.toml"
     assert main(["probe", "--workers", "1", "--out", str(out)]) == 0
-    cluster = read(out)
+    cluster = read_cluster(out)
     assert cluster.devices[0].matmul_fp32 > 1e6
     assert cluster.stores[0].write > 1e3
     assert cluster.links == ()

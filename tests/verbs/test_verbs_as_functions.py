@@ -19,6 +19,7 @@ from shoestring.decode.settings.serving import Serving
 from shoestring.distributed.join import join
 from shoestring.memory import Budget
 from shoestring.models.loading import load_model
+from shoestring.planning.cluster import read_cluster
 from shoestring.recipes import find as installed_recipes
 from shoestring.testing.pool import Pool
 from shoestring.verbs import archive, interchange, memory, profile, recipes, report, trust
@@ -26,7 +27,7 @@ from shoestring.verbs.check import check
 from shoestring.verbs.distill import distill
 from shoestring.verbs.generate import generate
 from shoestring.verbs.plan import plan
-from shoestring.verbs.probe import probe, read
+from shoestring.verbs.probe import probe
 from shoestring.verbs.prune import prune
 from shoestring.verbs.quantize import quantize
 from shoestring.verbs.settings import (
@@ -144,7 +145,7 @@ def test_plan_writes_the_choice(ours, tmp_path):
 def test_probe_writes_what_it_measured(tmp_path):
     with join() as world:
         cluster = probe(world, tmp_path / "cluster.toml")
-    assert read(tmp_path / "cluster.toml") == cluster and cluster.devices[0].matmul_fp32 > 1e6
+    assert read_cluster(tmp_path / "cluster.toml") == cluster and cluster.devices[0].matmul_fp32 > 1e6
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from shoestring.core.graph import GraphPass, GraphPasses
 from shoestring.core.kept import Across, Context, Kept, Merge, ModelState, OptimizerState, Progress, RandomState
 from shoestring.core.shard_order import Orders, ShardOrder
 from shoestring.core.step import MicroBatches, after_update, before_update
-from shoestring.core.task import Forward, Loss, Params
+from shoestring.core.task import Batch, Forward, Loss, Params
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.wrapped import is_wrapped, last_only, unwrap
@@ -62,6 +62,7 @@ class Attachments:
         self.build_optimizer = optimizer  # factory, which the owner of OPTIM replaces; called after SHARD
         self.optimizer: Optimizer  # the optimizer, once `build_optimizer` has been called
         self.progress, self.world, self.trace = progress, world, trace
+        self.example: Callable[[], Batch] | None = None  # makes a batch with the sizes of a rank's micro-batches
         self.features: tuple[Feature, ...] = ()
         self.exits = ExitStack()  # callbacks that release resources when the job is closed; the last added runs first
         self.numbers: dict[str, float | Tensor] = {}  # metrics of the newest step: the loss, and features' metrics
@@ -272,12 +273,13 @@ class Attachments:
             refresh: copies `trained` into the parameters; called after a checkpoint was loaded.
             run: runs the micro-batches of each step instead of `step.run_in_order`, in any order (a pipeline), and
                 must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
-                output of a micro-batch, and `backward` on the tensor that `loss` returns. Forward passes and losses run
-                within `computing`. The backward pass of a micro-batch runs within `sync(last)`, where `last` says
-                whether the micro-batch is this rank's last one in the step; forward passes run outside `sync`. All
-                communication is complete when `run` returns, because the step then sums losses over the ranks and
-                corrects all gradients by the true divisor. Evaluations call `run` as well, with `training` False and
-                gradients off; in an evaluation `run` does no backward pass.
+                output of a micro-batch, and `backward` on the tensor that `loss` returns. (If a graph of the owner
+                computes losses too, the rank calls `add`, and the backward pass begins with `gradient_of`.) Forward
+                passes and losses run within `computing`. The backward pass of a micro-batch runs within `sync(last)`,
+                where `last` says whether the micro-batch is this rank's last one in the step; forward passes run
+                outside `sync`. All communication is complete when `run` returns, because the step then sums losses over
+                the ranks and corrects all gradients by the true divisor. Evaluations call `run` as well, with
+                `training` False and gradients off; in an evaluation `run` does no backward pass.
             elsewhere: names of parameters, trained or not, that other ranks hold and this rank does not need. If this
                 rank has tensors under these names, their values are not the model's.
             orders: name of a parameter in `trained` -> the order of its DTensor, if the DTensor stores the elements in

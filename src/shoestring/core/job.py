@@ -32,6 +32,8 @@ class Job:
             optimizer over the model's parameters, whose parameters are then replaced by the chosen ones.
         total: number of optimizer steps, which schedules decay over; or a loader whose length is that number; 0 if the
             number is not known.
+        example: function that returns a batch with the sizes of those that `step` gets, for features that trace a step
+            before the first one (`graph.Split`).
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Job:
         world: World | None = None,
         trace: Trace | None = None,
         total: int | Sized = 0,
+        example: Callable[[], Batch] | None = None,
     ) -> None:
         progress = Progress() if progress is None else progress
         progress.total = (total if isinstance(total, int) else len(total)) or progress.total
@@ -51,6 +54,7 @@ class Job:
         self._attachments = Attachments(
             model, forward, loss, optimizer, progress, world, Trace() if trace is None else trace
         )
+        self._attachments.example = example
 
     @property
     def model(self) -> nn.Module:

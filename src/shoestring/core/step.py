@@ -136,13 +136,24 @@ class MicroBatches:
         total, count = sum_and_count((attachments.loss if self.training else attachments.task_loss)(output, batch))
         if self.training and attachments.task_loss is cross_entropy:  # a user's loss adds auxiliary losses itself
             total = with_auxiliary(total, count, output, attachments.module, ConfigError)
-        if self.training or self._weight:
-            self.sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight
+        self.add(total, count)
         return (
             attachments.scaler.scale(total / self._divisor(count / self._ranks if self.whole else count))
             if self.training
             else total
         )
+
+    def add(self, total: Tensor, count: Tensor) -> None:
+        """Add the sum of a micro-batch's losses, and its number of targets, to `sums`."""
+        if self.training or self._weight:
+            self.sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight
+
+    def gradient_of(self, total: Tensor) -> Tensor:
+        """The gradient, with respect to a sum of losses `total`, of the tensor that `loss` returns.
+
+        For an owner of SHARD that runs the micro-batches and computes losses and gradients by a graph of its own.
+        """
+        return self.attachments.scaler.scale(torch.ones_like(total) / self._divisor(total))
 
     def begin_sum(self) -> None:
         """Start the all-reduce of loss, count and votes, which overlaps the backward pass."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -46,8 +46,46 @@ def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False
         return aot_export_joint_with_descriptors(stack, captured, tuple(inputs), decompositions={}).graph_module
 
 
+def merge_tied(graph: fx.Graph, model: nn.Module) -> None:
+    """Give a parameter with several names one placeholder in a joint graph, under its first name, and one gradient."""
+    from torch._functorch._aot_autograd import descriptors
+
+    first: dict[nn.Parameter, str] = {}
+    owners = {name: first.setdefault(one, name) for name, one in model.named_parameters(remove_duplicate=False)}
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    holders = {node.meta["desc"].expr(): node for node in graph.nodes if node.op == "placeholder"}
+    kinds, values = list[Any](output.meta["desc"]), list[Any](output.args[0])
+    for name, owner in owners.items():
+        alias, own = descriptors.ParamAOTInput(name), descriptors.ParamAOTInput(owner)
+        if name == owner or not {alias.expr(), own.expr()} <= holders.keys():
+            continue
+        holders[alias.expr()].replace_all_uses_with(holders[own.expr()])
+        graph.erase_node(holders[alias.expr()])
+        if descriptors.GradAOTOutput(alias) not in kinds:
+            continue  # it is frozen
+        place, total = kinds.index(descriptors.GradAOTOutput(alias)), kinds.index(descriptors.GradAOTOutput(own))
+        gradients = [values[one] for one in (total, place) if values[one] is not None]
+        if len(gradients) == 2:
+            with graph.inserting_before(output):
+                summed = graph.call_function(torch.ops.aten.add.Tensor, tuple(gradients))
+            summed.meta["val"] = gradients[0].meta["val"]
+            gradients = [summed]
+        values[total] = next(iter(gradients), None)
+        del kinds[place], values[place]
+    output.args, output.meta["desc"] = (tuple(values),), kinds
+
+
+class JointOutput(NamedTuple):
+    """What an output of a joint graph is."""
+
+    kind: Literal["gradient", "buffer", "result"]
+    name: str
+    """Name of the parameter whose gradient it is, or of the buffer whose new value it is; empty for a result of the
+    forward pass."""
+
+
 class JointNodes(NamedTuple):
-    """The placeholders of a joint graph by what they stand for, and the gradients among its outputs."""
+    """The placeholders of a joint graph by what they stand for, and what its outputs are."""
 
     parameters: dict[str, fx.Node]
     buffers: dict[str, fx.Node]
@@ -55,6 +93,8 @@ class JointNodes(NamedTuple):
     tangents: list[fx.Node]
     gradients: dict[str, fx.Node]
     """Name of a parameter -> node of its gradient; a frozen parameter has none."""
+    outputs: list[JointOutput]
+    """What each output is, in order."""
 
 
 def nodes_of_joint(graph: fx.Graph) -> JointNodes:
@@ -67,6 +107,13 @@ def nodes_of_joint(graph: fx.Graph) -> JointNodes:
     def of_kind(kind: type) -> list[fx.Node]:
         return [node for node in holders if isinstance(node.meta["desc"], kind)]
 
+    def described(desc: Any) -> JointOutput:
+        if isinstance(desc, descriptors.GradAOTOutput):
+            return JointOutput("gradient", getattr(desc.grad_of, "target", ""))
+        if isinstance(desc, descriptors.InputMutationAOTOutput):
+            return JointOutput("buffer", getattr(desc.mutated_input, "target", ""))
+        return JointOutput("result", "")
+
     return JointNodes(
         parameters={parameter.target: node for parameter, (node, _) in pairs.items()},
         buffers={node.meta["desc"].target: node for node in of_kind(descriptors.BufferAOTInput)},
@@ -75,6 +122,7 @@ def nodes_of_joint(graph: fx.Graph) -> JointNodes:
         gradients={
             parameter.target: gradient for parameter, (_, gradient) in pairs.items() if isinstance(gradient, fx.Node)
         },
+        outputs=[described(desc) for node in graph.nodes if node.op == "output" for desc in node.meta["desc"]],
     )
 
 

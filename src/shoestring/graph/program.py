@@ -78,13 +78,13 @@ def rank_program(step: JointTrace, plan: Mapping[fx.Node, ShardingRule], ranks: 
         ValueError: the graph has other nodes than placeholders and operators, or the plan makes sums of whole tensors.
     """
     building = _RankBuilding(plan, ranks)
-    wanted = {gradient: step.nodes.parameters[name] for name, gradient in step.nodes.gradients.items()}
     placeholders, outputs = list[Placement](), list[Placement]()
     for node in step.module.graph.nodes:
         if node.op == "output":
             results = list[Any]()
-            for result in node.args[0]:
-                target = plan[wanted[result]].outputs[0] if result in wanted else WHOLE
+            for result, (kind, name) in zip(node.args[0], step.nodes.outputs, strict=True):
+                gradient = kind == "gradient" and name in step.nodes.parameters
+                target = plan[step.nodes.parameters[name]].outputs[0] if gradient else WHOLE
                 outputs.append(target)
                 results.append(building.moved(result, target) if isinstance(result, fx.Node) else None)
             building.graph.output(tuple(results))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from shoestring._torch import all_gather_single, reduce_scatter_single
+from shoestring.core.trace import span
 from shoestring.graph.lockstep import divide, join, sum_together
 from shoestring.graph.placements import SUM, WHOLE, Placement
 from shoestring.graph.program import RankProgram, begin_move, end_move, exchange, take_shard
@@ -65,16 +69,38 @@ def _computation(args: Sequence[Any], ranks: int) -> Any:
     return compute(op, inner, kwargs, ranks)
 
 
-def run_rank(program: RankProgram, values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor | None]:
+@dataclass
+class MessageTotals:
+    """What a rank exchanges while it runs programs."""
+
+    sent: int = 0
+    """Bytes of the tensors that the rank gives to messages."""
+    waited: float = 0.0
+    """Seconds for which it waits for messages."""
+
+    @contextmanager
+    def waiting(self, nbytes: int) -> Iterator[None]:
+        """Context around waiting for a message to which the rank gives so many bytes."""
+        with span("operators", "wire", nbytes) as work:
+            yield
+        self.sent += nbytes
+        self.waited += time.perf_counter() - work.began
+
+
+def run_rank(
+    program: RankProgram, values: Sequence[Tensor], group: dist.ProcessGroup, traffic: MessageTotals | None = None
+) -> list[Tensor | None]:
     """Run a program on this rank of a process group. A collective.
 
     Args:
         values: what this rank has of the step's inputs, in the order of the placeholders.
+        traffic: counts what the rank exchanges.
 
     Returns:
         What this rank has of the step's outputs.
     """
     index, left, env = dist.get_rank(group), iter(values), dict[fx.Node, Any]()
+    traffic = traffic or MessageTotals()
     uses = {node: len(node.users) for node in program.graph.nodes}
     with torch.no_grad():
         for node in program.graph.nodes:
@@ -86,11 +112,11 @@ def run_rank(program: RankProgram, values: Sequence[Tensor], group: dist.Process
             elif node.target is begin_move:
                 env[node] = _Message(args[0], args[1], args[2], group)
             elif node.target is end_move:
-                env[node] = args[0].ended()
+                env[node] = args[0].ended(traffic)
             elif node.target is take_shard:
                 env[node] = divide(args[0], args[1], program.ranks)[index]
             elif node.target is exchange:
-                env[node] = _sum_over(_computation(args, program.ranks), group)
+                env[node] = _sum_over(_computation(args, program.ranks), group, traffic)
             else:
                 function: Any = node.target
                 env[node] = function(*args, **kwargs)
@@ -101,14 +127,15 @@ def run_rank(program: RankProgram, values: Sequence[Tensor], group: dist.Process
     raise ValueError("the program has no output")
 
 
-def _sum_over(computation: Any, group: dist.ProcessGroup) -> Any:
+def _sum_over(computation: Any, group: dist.ProcessGroup, traffic: MessageTotals) -> Any:
     value = None
     while True:
         try:
             value = computation.send(value).contiguous()
         except StopIteration as stop:
             return stop.value
-        dist.all_reduce(value, group=group)
+        with traffic.waiting(value.nbytes):
+            dist.all_reduce(value, group=group)
 
 
 class _Message:
@@ -139,10 +166,11 @@ class _Message:
             self.work = dist.all_to_all_single(self.received, sent.flatten(), group=group, async_op=True)
         self.sent = sent  # lives until it has been sent
 
-    def ended(self) -> tuple[Tensor, ...]:
+    def ended(self, traffic: MessageTotals) -> tuple[Tensor, ...]:
         """Wait for the message; returns what this rank has of the moved tensors."""
         assert self.work is not None
-        self.work.wait()
+        with traffic.waiting(self.sent.nbytes):
+            self.work.wait()
         sizes = [shape.numel() for shape in self.shapes]
         if self.source == SUM:
             parts = self.received.split(sizes)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.graph import _torch
-from shoestring.graph._torch import JointNodes, joint_graph, nodes_of_joint
+from shoestring.graph._torch import JointNodes, joint_graph, merge_tied, nodes_of_joint
 
 T = TypeVar("T")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -100,6 +100,7 @@ def trace(model: nn.Module, *inputs: Any) -> JointTrace:
             module, dynamo = joint_graph(model, inputs, dynamo=True), True
         except Exception:
             raise _untraceable(error) from error
+    merge_tied(module.graph, model)
     module.graph.eliminate_dead_code()
     nodes = nodes_of_joint(module.graph)
     if not nodes.gradients:

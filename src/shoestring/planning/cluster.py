@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import cattrs
+
+from shoestring.core.errors import ConfigError
+from shoestring.storage import foreign
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +88,15 @@ class Cluster:
         """Look up a kind of collective over the mesh axes `over`; raises KeyError if it was not measured."""
         measured = {(collective.kind, collective.over): collective for collective in self.collectives}
         return measured[kind, tuple(over)]
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a cluster file that `shoestring probe` wrote.
+
+    Raises:
+        ConfigError: the file is missing or is not a cluster file.
+    """
+    try:
+        return cattrs.Converter(forbid_extra_keys=True).structure(foreign.read_toml(path), Cluster)
+    except (OSError, ValueError, TypeError, OverflowError, cattrs.BaseValidationError) as error:
+        raise ConfigError(f"`{path}` is no cluster file: {error}", hint="write one with `shoestring probe`") from error

@@ -168,5 +168,5 @@ class Allocations(TorchDispatchMode):
     def kept(self) -> list[str]:
         """Describe the tensors from inside the context that still exist, and the growth of Python's memory."""
         alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
-        held = [f"a tensor of {tensor.nbytes} bytes" for tensor in alive]
+        held = [f"a tensor of {tensor.nbytes} bytes" for tensor in alive if tensor.nbytes]  # torch keeps empty ones
         return held + ([f"{self._grown} bytes of host memory"] if self._grown > HOST_BYTES else [])

@@ -120,7 +120,8 @@ def train(
     world = here()
     progress = Progress(total=0 if open_end else steps)
     built = build(model, dropout=dropout, precise=precise)
-    job = compose(Job(built, optimizer=jobs.sgd(), progress=progress, world=world), features_of(features, folder))
+    job = Job(built, optimizer=jobs.sgd(), progress=progress, world=world, example=_example)
+    job = compose(job, features_of(features, folder))
     torch.manual_seed(1000 + world.rank)
     with job:
         start = job.restore("auto") if resume and job.restore is not None else 0
@@ -154,6 +155,11 @@ def _held_out(job: Job) -> float:
     """Return the held-out loss in nats per token; features that change only the training loss do not affect it."""
     total, count = job.evaluate(jobs.batch(jobs.HELD_OUT + number, *_share(job)) for number in range(4))
     return total / count
+
+
+def _example() -> dict[str, Tensor]:
+    """Return a batch as ranks get it that work on the same samples."""
+    return jobs.batch(0)
 
 
 def _share(job: Job) -> tuple[int, int]:
@@ -315,7 +321,8 @@ def _use(
             total.register_hook(fail)
         return total, count
 
-    with compose(Job(model, forward, loss, optimizer, Progress(total=3), world), features) as job:
+    made = Job(model, forward, loss, optimizer, Progress(total=3), world, example=_example)
+    with compose(made, features) as job:
         job.step(jobs.batch(steps, *_share(job)))
         steps = 1  # the functions above read it
         with tensors_in_cycles() as cycles:
@@ -330,10 +337,11 @@ def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str,
     Resources are compared for the second of two attempts, because the first attempt may import modules.
     """
     with suppress(Exception):
-        compose(Job(build(model), optimizer=jobs.sgd(), world=here()), features_of(features, folder))
+        job = Job(build(model), optimizer=jobs.sgd(), world=here(), example=_example)
+        compose(job, features_of(features, folder))
     built = build(model)
     several = features_of(features, folder)
-    job = Job(built, optimizer=jobs.sgd(), world=here())
+    job = Job(built, optimizer=jobs.sgd(), world=here(), example=_example)
     error = message = ""
     with fresh_garbage():
         before = held_resources(built)
@@ -352,7 +360,7 @@ def owns(*, model: str, features: Sequence[Encoded], folder: str) -> list[str]:
     """Return the names of seams that features take without declaring them in their `seams`."""
     several, factory = features_of(features, folder), jobs.sgd()
     seams = {seam for feature in several for seam in feature.seams}
-    job = Job(build(model), optimizer=factory, world=here())
+    job = Job(build(model), optimizer=factory, world=here(), example=_example)
     with compose(job, several):
         took = {
             Seam.OPTIM: attachments_of(job).build_optimizer is not factory,

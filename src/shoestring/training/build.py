@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from shoestring import figures
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.feature import splitting
+from shoestring.core.feature import DATA, arrange_mesh, splitting
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
+from shoestring.core.task import Batch
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.data.clients import ClientLoader, Clients, ClientStates
@@ -33,7 +35,9 @@ def build_job(run: Run, code: UserCode, world: World, data: DataSets, trace: Tra
     model = code.model.build(data.model_arguments)
     if not any(feature.places_model for feature in run.features):
         model = model.to(world.device)
-    job = Job(model, code.forward, code.loss, progress=progress_of(settings), world=world, trace=trace)
+    example = partial(example_batch, data, micro_batch(settings, arrange_mesh(world, run.features)))
+    progress = progress_of(settings)
+    job = Job(model, code.forward, code.loss, progress=progress, world=world, trace=trace, example=example)
     attachments_of(job).exits.callback(torch.use_deterministic_algorithms, deterministic)
     compose(job, run.features)
     # All ranks initialised the weights from the same seed. From here on, ranks that read different samples use
@@ -43,6 +47,21 @@ def build_job(run: Run, code: UserCode, world: World, data: DataSets, trace: Tra
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return job
+
+
+def micro_batch(settings: Settings, world: World) -> int:
+    """Number of samples in a rank's micro-batch, at least 1.
+
+    Args:
+        world: the mesh, including the axes that the run's features add.
+    """
+    return max(settings.batch // world.ranks_over(DATA) // settings.accumulate, 1)
+
+
+def example_batch(data: DataSets, samples: int) -> Batch:
+    """A batch with the entries and sizes of those that the loader yields, of the first samples of the data."""
+    batch = data.first_batch(samples)
+    return {**batch, "ids": torch.arange(samples)} if isinstance(batch, dict) else batch
 
 
 def _seed_of_rank(seed: int, rank: int) -> int:

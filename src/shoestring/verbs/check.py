@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +16,14 @@ from shoestring import figures
 from shoestring.core.attachments import Attachments
 from shoestring.core.compose import compose
 from shoestring.core.errors import ShoestringError
-from shoestring.core.feature import arrange_mesh, check_owners, order_of_application, resolve_all, splitting
+from shoestring.core.feature import (
+    arrange_mesh,
+    check_owners,
+    order_of_application,
+    resolve_all,
+    splits_replicas,
+    splitting,
+)
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.task import Batch
@@ -25,10 +33,10 @@ from shoestring.memory.predicted import device_type, predict
 from shoestring.planner.measure import measure_sizes
 from shoestring.planner.search import as_trained
 from shoestring.planning.predict import peaks
-from shoestring.planning.step import planned_step
+from shoestring.planning.step import Plannable, planned_step
 from shoestring.planning.system import free_memory
 from shoestring.run import Run
-from shoestring.training.build import check_loading, progress_of
+from shoestring.training.build import check_loading, example_batch, micro_batch, progress_of
 from shoestring.training.choices import within_budget
 from shoestring.training.data_loading import (
     DataSets,
@@ -89,8 +97,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
         if run.unread:
             yield from _left_out(run)
         else:
-            micro = run.settings.batch // world.ranks_over(attachments_of(job).data_axes) // run.settings.accumulate
-            yield from _memory(job, micro, run, seen.data)
+            yield from _memory(job, micro_batch(run.settings, world), run, seen.data)
         yield "what a setting does: shoestring keys NAME"
         yield from occupied  # last, because the user has to act on it
 
@@ -106,7 +113,18 @@ def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:
         return job
     with torch.device("meta"):
         model = code.model.build(seen.model_arguments)
-    return compose(Job(model, code.forward, code.loss, progress=progress, world=world), run.features, dry=True)
+    example = _example(micro_batch(run.settings, world), run, seen.data)
+    job = Job(model, code.forward, code.loss, progress=progress, world=world, example=example)
+    return compose(job, run.features, dry=True)
+
+
+def _example(samples: int, run: Run, data: DataSets | None) -> Callable[[], Batch] | None:
+    """A function that returns a batch with the sizes of a micro-batch; None if they are unknown without the data."""
+    if data is not None:
+        return partial(example_batch, data, samples)
+    tokens = torch.empty(samples, run.data.sequence, dtype=torch.int64, device="meta")
+    batch = {"inputs": tokens, "targets": tokens, "ids": tokens[:, 0]}
+    return (lambda: batch) if run.data.form == "text" else None
 
 
 def _left_out(run: Run) -> Iterator[str]:
@@ -125,6 +143,10 @@ def _parameters(job: Job) -> str:
 
 def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[str]:
     attachments = attachments_of(job)
+    for feature in attachments.features:
+        if splits_replicas(feature) and not isinstance(feature, Plannable) and splitting([feature], job.world):
+            yield f"memory: as {feature.name} says above"
+            return
     own = data if data is not None and data.corpus is None else None
     batch, shape = own.first_batch(micro) if own else None, (micro, run.data.sequence)
     lines = _memory_of_parts if splitting(attachments.features, job.world) else _memory_of_whole

@@ -18,7 +18,7 @@ from shoestring.graph.explain import explain
 from shoestring.graph.search import SplitSearch
 from shoestring.memory.predicted import device_type
 from shoestring.models.without_data import with_fake_tensors
-from shoestring.planning.cluster import Cluster
+from shoestring.planning.cluster import Cluster, read_cluster
 from shoestring.precision import Graph
 from shoestring.precision.fact_names import CHOSEN_TITLE
 from shoestring.precision.graph_pass import Rules, describe_bits
@@ -26,7 +26,6 @@ from shoestring.report import reading
 from shoestring.run import Run
 from shoestring.training.data_loading import DataSets, open_data, sequence_of
 from shoestring.training.user_code import UserCode, import_user_code
-from shoestring.verbs.probe import read
 
 
 class _Step(nn.Module):
@@ -52,7 +51,7 @@ def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     Raises:
         ConfigError: the cluster file is unusable or has several hosts, or the model cannot be traced.
     """
-    measured = read(cluster)
+    measured = read_cluster(cluster)
     sequence = sequence_of(run.data, run.settings.model, run.model)
     run = replace(run, data=replace(run.data, sequence=sequence))
     code = import_user_code(run, skip=("run.evaluate", "run.sinks"))

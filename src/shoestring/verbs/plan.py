@@ -130,6 +130,12 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3, also: 
             "a single rank has nothing to exchange", hint="leave out --tries 0, or plan for several: --workers 2"
         )
     check_ranks(run.document, world)
+    for feature in run.features:
+        if splits_replicas(feature) and not isinstance(feature, Plannable):
+            raise ConfigError(
+                f"[{feature.name}] splits the model by a search of its own, which is not compared with other plans",
+                hint="remove the table; `shoestring plan --explain` shows what it finds",
+            )
     if out is not None:
         world.agree(lambda: _check_out(out))
     sequence = world.decide(lambda: sequence_of(run.data, run.settings.model, run.model))

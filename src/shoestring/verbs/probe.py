@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import cattrs
 import tomli_w
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from shoestring.core.world import World
 from shoestring.figures import memory, seconds, size
 from shoestring.planning.cluster import Cluster, Device, DiskSpeed, Link
 from shoestring.planning.links import time_collectives
-from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
 LARGE = 1 << 22  # bytes of the first message for bandwidth; doubled until a message takes longer than PATIENCE
@@ -57,18 +55,6 @@ def probe(world: World, out: Path) -> Cluster:
 
     world.decide(write)
     return cluster
-
-
-def read(path: Path) -> Cluster:
-    """Read a cluster file that `probe` wrote.
-
-    Raises:
-        ConfigError: the file is missing or is not a cluster file.
-    """
-    try:
-        return cattrs.Converter(forbid_extra_keys=True).structure(foreign.read_toml(path), Cluster)
-    except (OSError, ValueError, TypeError, OverflowError, cattrs.BaseValidationError) as error:
-        raise ConfigError(f"`{path}` is no cluster file: {error}", hint="write one with `shoestring probe`") from error
 
 
 def describe(cluster: Cluster) -> Iterator[str]:

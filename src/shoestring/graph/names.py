@@ -1,0 +1,18 @@
+"""Names of the mesh axis and the facts of split operators; imports nothing."""
+
+from typing import Final
+
+OPERATORS: Final = "operators"
+"""Mesh axis of the ranks that share the operators of a step; they work on the same samples."""
+HELD_FACT: Final = "operators.held"
+"""Bytes of the weights that this rank holds."""
+WHOLE_FACT: Final = "operators.whole"
+"""Bytes of the weights of the whole model."""
+SENT_FACT: Final = "operators.sent"
+"""Bytes that this rank has given to messages in training steps."""
+WAITED_FACT: Final = "operators.waited"
+"""Seconds for which this rank has waited for messages."""
+PREDICTED_FACT: Final = "operators.predicted"
+"""Predicted seconds of a step, without overlap of communication and computation."""
+MESSAGES_FACT: Final = "operators.messages"
+"""Number of messages of a micro-batch."""
