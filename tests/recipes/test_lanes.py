@@ -46,7 +46,7 @@ def test_a_scene_says_where_its_lanes_are(seed, wear, kind):
 @given(seeds, st.floats(0, 0.97), st.integers(60, 120))
 def test_wear_is_the_share_of_rows_without_fresh_paint(seed, wear, rows):
     surface = np.random.default_rng(seed).normal(size=(2, rows))
-    fresh = roads._painted(surface, np.array([wear, 0.5])).mean(1)
+    fresh = roads.fresh_paint(surface, np.array([wear, 0.5])).mean(1)
     assert np.abs(fresh - [1 - wear, 0.5]).max() <= 1.01 / rows
     worn, new = (scene(seed, level, "clean").image[100:] > 150 for level in (1.0, 0.0))
     assert worn.sum() < new.sum()

@@ -59,11 +59,16 @@ def film(rng: np.random.Generator, wear: float, kind: str, frames: int) -> list[
         t = (_ROWS - point[1]) / (HEIGHT - point[1])
         lanes = point[0] + (bottoms - point[0])[:, None] * t + curves[:, None] * (t - 1) * t
         lanes[:, :start] = np.nan
-        passing = np.roll(surface, 9 * frame, 1)[:, start:]
-        worn = [np.quantile(row, share) for row, share in zip(passing, wears, strict=True)]
-        painted = passing > np.array(worn)[:, None]  # whether the paint in each row is fresh, (lanes, rows)
+        painted = fresh_paint(np.roll(surface, 9 * frame, 1)[:, start:], wears)
         scenes.append(Scene(_picture(rng, lanes, painted, point, kind), lanes, wears))
     return scenes
+
+
+def fresh_paint(surface: np.ndarray, wears: np.ndarray) -> np.ndarray:
+    """Return whether the paint in each row is fresh, (lanes, rows): the random `surface` must exceed the quantile given
+    by the marking's wear."""
+    worn = np.array([np.quantile(row, wear) for row, wear in zip(surface, wears, strict=True)])
+    return surface > worn[:, None]
 
 
 def _picture(
