@@ -102,7 +102,7 @@ def test_what_cannot_be_split_is_refused_before_ranks_start(tmp_path):
     split = Split(cluster=write_cluster(tmp_path / "two.toml", 2))
     four = Split(cluster=write_cluster(tmp_path / "four.toml", 4))
     assert "names no file" in str(refused(split_training.small(), [Split()]))
-    assert "is no cluster file" in str(refused(split_training.small(), [Split(cluster="missing.toml")]))
+    assert "cannot read `missing.toml`" in str(refused(split_training.small(), [Split(cluster="missing.toml")]))
     assert "has measured 4 ranks, and there are 2" in str(refused(split_training.small(), [four]))
     assert "draws random numbers" in str(refused(jobs.tiny(0.1), [split]))
     assert "reads a constant" in str(refused(Constant(), [split]))

@@ -66,6 +66,8 @@ def test_a_cluster_that_is_no_host_of_several_ranks_is_refused(files, capsys):
     assert main(["plan", run, "--explain", cluster(apart)]) == 2
     assert "2 ranks on 2 hosts" in capsys.readouterr().err
     assert main(["plan", run, "--explain", "missing.toml"]) == 2
+    assert "cannot read `missing.toml`: No such file" in capsys.readouterr().err
+    assert main(["plan", run, "--explain", run]) == 2
     assert "is no cluster file" in capsys.readouterr().err
 
 

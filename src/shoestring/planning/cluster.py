@@ -98,5 +98,8 @@ def read_cluster(path: Path) -> Cluster:
     """
     try:
         return cattrs.Converter(forbid_extra_keys=True).structure(foreign.read_toml(path), Cluster)
-    except (OSError, ValueError, TypeError, OverflowError, cattrs.BaseValidationError) as error:
+    except OSError as error:
+        message = f"cannot read `{path}`: {error.strerror or error}"
+        raise ConfigError(message, hint="write it with `shoestring probe`") from error
+    except (ValueError, TypeError, OverflowError, cattrs.BaseValidationError) as error:
         raise ConfigError(f"`{path}` is no cluster file: {error}", hint="write one with `shoestring probe`") from error
