@@ -158,7 +158,10 @@ def _mesh_of(ranks: int) -> DeviceMesh:
 def _followed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> Iterator[Row]:
     """Strategies that follow the placements of the inputs: asked with all inputs alike, and with one that differs."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    options = [_possible(tensor, ranks) for tensor in tensors]
+    options = list[list[Placement]]()
+    for tensor in tensors:
+        split = [Shard(dim) for dim, size in enumerate(tensor.shape) if size and size % ranks == 0]
+        options.append([Replicate(), *split, *([Partial()] if tensor.is_floating_point() else [])])
     every = dict.fromkeys(placement for own in options for placement in own)
     asked = [tuple(placement if placement in own else Replicate() for own in options) for placement in every]
     for slot, own in enumerate(options):
@@ -168,11 +171,6 @@ def _followed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int
             yield from _ask(op, args, kwargs, placements, ranks)
         except (RuntimeError, ValueError, AssertionError, IndexError):
             continue  # the strategy does not take inputs that are placed like this
-
-
-def _possible(tensor: Tensor, ranks: int) -> list[Placement]:
-    split = [Shard(dim) for dim, size in enumerate(tensor.shape) if size and size % ranks == 0]
-    return [Replicate(), *split, *([Partial()] if tensor.is_floating_point() else [])]
 
 
 def _ask(

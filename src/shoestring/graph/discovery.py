@@ -173,7 +173,8 @@ class OperatorTrial:
         samples = self._samples()
         rules, combined = list[Row](), set[str]()
         for placements in self._candidates(samples[0].inputs):
-            left = [frozenset((WHOLE, SUM, MEAN, *range(_dims(output)))) for output in samples[0].outputs]
+            dims = (0 if output is None else output.ndim for output in samples[0].outputs)
+            left = [frozenset((WHOLE, SUM, MEAN, *range(count))) for count in dims]
             for sample in samples:
                 left = sample.outcomes(placements, left, combined)
                 if not all(left):
@@ -251,10 +252,6 @@ class OperatorTrial:
 def _preference(place: Placement) -> tuple[bool, int]:
     """Whole, then shards, then what has to be added up or averaged."""
     return place < WHOLE, abs(place - WHOLE)
-
-
-def _dims(output: Tensor | None) -> int:
-    return 0 if output is None else output.ndim
 
 
 @dataclass

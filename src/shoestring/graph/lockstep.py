@@ -126,7 +126,10 @@ def check_rules(step: JointTrace, book: RuleBook, values: Mapping[fx.Node, Tenso
     class Checking(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             node, result = n, super().run_node(n)
-            if node in operators and _has_values(node) and (kind := signature(node)) not in seen:
+            if node not in operators or node.target in _UNDEFINED or not inputs_of(node):
+                return result
+            draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if not draws and (kind := signature(node)) not in seen:
                 seen.add(kind)
                 inputs = [self.env[source] for source in inputs_of(node)]
                 outputs = result if isinstance(result, list | tuple) else (result,)
@@ -136,12 +139,6 @@ def check_rules(step: JointTrace, book: RuleBook, values: Mapping[fx.Node, Tenso
     with torch.no_grad():
         _run(Checking(step.module, garbage_collect_values=False), step, values)
     return checks
-
-
-def _has_values(node: fx.Node) -> bool:
-    """Whether an operator's output is the same each time."""
-    random_numbers = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return not random_numbers and node.target not in _UNDEFINED and bool(inputs_of(node))
 
 
 def _check(

@@ -46,7 +46,10 @@ def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor 
             if node.target is begin_move:
                 columns[node] = [args for args, _ in calls]
             elif node.target is end_move:
-                columns[node] = _moved_together([args[0] for args, _ in calls], program.ranks)
+                begun = [args[0] for args, _ in calls]
+                _, source, target = begun[0]
+                rows = zip(*(tensors for tensors, _, _ in begun), strict=True)  # a tensor's parts on all ranks
+                columns[node] = [*zip(*(divide(join(row, source), target, program.ranks) for row in rows), strict=True)]
             elif node.target is take_shard:
                 columns[node] = [divide(args[0], args[1], program.ranks)[rank] for rank, (args, _) in enumerate(calls)]
             elif node.target is exchange:
@@ -55,13 +58,6 @@ def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor 
                 function: Any = node.target
                 columns[node] = [function(*args, **kwargs) for args, kwargs in calls]
     raise ValueError("the program has no output")
-
-
-def _moved_together(begun: Sequence[Any], ranks: int) -> list[tuple[Tensor, ...]]:
-    """For each rank what it has of the tensors that all ranks have begun to move."""
-    _, source, target = begun[0]
-    rows = zip(*(tensors for tensors, _, _ in begun), strict=True)  # a tensor's parts on all ranks
-    return [*zip(*(divide(join(row, source), target, ranks) for row in rows), strict=True)]
 
 
 def _computation(args: Sequence[Any], ranks: int) -> Any:

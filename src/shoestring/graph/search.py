@@ -344,9 +344,11 @@ def fixed_plans(step: JointTrace) -> dict[str, Pinned]:
     dims = {name: node.meta["val"].ndim for name, node in step.nodes.parameters.items()}
 
     def megatron(name: str) -> Placement | None:
-        if not name or dims[name] != 2 or _is_outside(name):
+        parts = name.split(".")
+        if not name or dims[name] != 2 or any(word in part for part in parts for word in _OUTSIDE):
             return WHOLE
-        return 1 if _writes_back(name) else 0
+        # A layer that writes to the residual stream has its inputs divided and its outputs summed.
+        return 1 if len(parts) > 1 and parts[-2] in _BACK else 0
 
     return {
         "one rank's work on every rank": lambda name: WHOLE,
@@ -358,12 +360,3 @@ def fixed_plans(step: JointTrace) -> dict[str, Pinned]:
 
 _BACK = ("out", "down", "o_proj", "down_proj", "fc2", "c_proj", "dense")
 _OUTSIDE = ("embed", "head", "classifier", "pooler", "wte", "wpe", "lm_head", "score")
-
-
-def _writes_back(name: str) -> bool:
-    """Whether a layer writes to the residual stream, so that its inputs are divided and its outputs summed."""
-    return name.split(".")[-2:-1] != [] and name.split(".")[-2] in _BACK
-
-
-def _is_outside(name: str) -> bool:
-    return any(word in part for part in name.split(".") for word in _OUTSIDE)

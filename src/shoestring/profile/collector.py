@@ -138,8 +138,7 @@ class Collector:
         caller = next((data for data in after if data.ident == self.ident), None)
         overhead = int(caller.cost[0]) * tick / 1e9 if caller else 0.0
         if self.frames:
-            # Time in Python code is the wall-clock time outside operators, spans and recording; samples divide this
-            # time among lines
+            # Samples divide the time in Python code among lines: the time outside operators, spans and recording
             outside = seconds * 1e9 - overhead * 1e9 - (caller.outermost * tick if caller else 0.0)
             own: dict[int, int] = next((own for data, own in zip(after, places, strict=True) if data is caller), {})
             for entered, samples in self.sampler.seen.items():
