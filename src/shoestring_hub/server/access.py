@@ -142,12 +142,8 @@ def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
             access = _access_of_person(request.user, names.pop("project"), names.pop("run", None))
             if access.role < rule.value:
                 return render(request, "hub/refused.html", {"rule": rule.name.lower()}, status=403)
-            if (number := names.pop("clip", None)) is not None:
-                clip = clips_of(access.project, access.person, access.role).filter(number=number).first()
-                if clip is None:
-                    raise Http404
-                access = replace(access, clip=clip)
-            request.access = access
+            number = names.pop("clip", None)
+            request.access = access if number is None else replace(access, clip=_clip_of(access, number))
         response = view(request, **names)
         if request.method == "POST" and response.status_code < 400:
             note(view.__name__, request.user.username, request.path, getattr(request, "access", None))
@@ -183,6 +179,13 @@ def refusal(error: RefusedError | ShoestringError) -> HttpResponse:
     if isinstance(error, RefusedError):
         return JsonResponse({"error": str(error)} | error.facts, status=error.status)
     return JsonResponse({"error": error.parts()[1]}, status=400)
+
+
+def _clip_of(access: Access, number: int) -> HubClip:
+    clip = clips_of(access.project, access.person, access.role).filter(number=number).first()
+    if clip is None:
+        raise Http404
+    return clip
 
 
 def _access_of_person(person: Any, slug: str, number: int | None) -> Access:
