@@ -13,6 +13,7 @@ prints the README's table from the trainings that are stored.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import sys
@@ -186,9 +187,20 @@ def step_seconds(method: str) -> float:
     return float(np.median(seconds))
 
 
+def settings() -> dict[str, Any]:
+    """The recipe's run file, as shipped."""
+    return tomllib.loads(Path(recipe.__path__[0], "run.toml").read_text())
+
+
+def folder_of(runs: Path) -> Path:
+    """Where trainings with the settings of now are stored: other settings have other seeds, drawn after they are fixed."""
+    fixed = json.dumps([settings(), METHODS], sort_keys=True)
+    return runs / hashlib.sha256(fixed.encode()).hexdigest()[:8]
+
+
 def steps_of_all() -> dict[str, Any]:
     """How many steps each method takes in the processor time of the recipe's training as it is shipped."""
-    steps = tomllib.loads(Path(recipe.__path__[0], "run.toml").read_text())["run"]["steps"]
+    steps = settings()["run"]["steps"]
     seconds = {method: step_seconds(method) for method in METHODS}
     return {method: round(steps * seconds[DEFAULT] / seconds[method]) for method in METHODS}
 
@@ -234,7 +246,7 @@ class Study:
     """All trainings, each made once and stored in a folder."""
 
     def __init__(self, runs: Path, deadline: Deadline) -> None:
-        self.runs, self.check = runs, deadline.check
+        self.runs, self.check = folder_of(runs), deadline.check
 
     def cells(self, method: str) -> list[dict[str, Any]]:
         """What was judged of a method, or of real pictures, for each seed."""
@@ -358,12 +370,12 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
 
 
 def table(runs: Path) -> str:
-    """The means of each method over the seeds that are stored, as rows of Markdown."""
+    """The means of each method over the seeds that are stored for the settings of now, as rows of Markdown."""
     figures = ("class", "style", "style_taught", "style_untaught", "distance")
     head = ["pictures", "seeds", "diversity", *(f"{figure.replace('_', ' ')}" for figure in figures)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for method in ("real", *METHODS):
-        cells = [json.loads(path.read_text()) for path in sorted(runs.glob(f"*-{method}.json"))]
+        cells = [json.loads(path.read_text()) for path in sorted(folder_of(runs).glob(f"*-{method}.json"))]
         if not cells:
             continue
         both = ([np.mean([cell[name][figure] for cell in cells]) for name in JUDGES] for figure in figures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -59,6 +60,9 @@ def test_the_program_of_a_job_computes_its_loss_and_the_gradients_of_tied_weight
     traced, plan = choosing.trace_job(attachments, split), choosing.chosen(attachments, split)
     program = rank_program(traced.step, plan.rules(traced, RuleBook(2)), 2)
     assert len(program.messages) > 2
+    elsewhere = replace(plan, choices=[*plan.choices[:-1], 99])  # as if more rules had been found where it was searched
+    with pytest.raises(ConfigError, match="by a rule that this rank has not found"):
+        elsewhere.rules(traced, RuleBook(2))
     nodes, start = traced.step.nodes, torch.tensor(0.5, dtype=torch.float64)
     names = {node: name.removeprefix(choosing.PREFIX) for name, node in nodes.parameters.items()}
     values = {node: model.get_parameter(name).detach() for node, name in names.items()}

@@ -264,8 +264,17 @@ class ChosenPlan:
     """Number of parameters of which each rank has a shard."""
 
     def rules(self, traced: TracedStep, book: RuleBook) -> Mapping[fx.Node, ShardingRule]:
-        """The plan of a step: the rule of each operator, and of each placeholder the placement."""
-        pairs = zip(traced.deciders, self.choices, strict=True)
+        """The plan of a step: the rule of each operator, and of each placeholder the placement.
+
+        Raises:
+            ConfigError: an operator has fewer rules here than where the plan was searched. Rules that are found by
+                trying can differ, because a busy host may reach a time limit.
+        """
+        pairs = list(zip(traced.deciders, self.choices, strict=True))
+        for node, choice in pairs:
+            if node.op == "call_function" and choice >= len(book[node].rules):
+                message = f"the plan divides `{node.target}` by a rule that this rank has not found"
+                raise ConfigError(message, hint="start again when the host is less busy")
         return {
             node: book[node].rules[choice] if node.op == "call_function" else ShardingRule((choice,), ())
             for node, choice in pairs

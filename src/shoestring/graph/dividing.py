@@ -53,7 +53,8 @@ def attach(attachments: Attachments, settings: Split) -> None:
     if traced.digest != plan.digest:
         message = f"the step that `{settings.name}` has planned is traced in another way the second time"
         raise ConfigError(message, hint="let the model and its loss compute the same each time")
-    program = rank_program(traced.step, plan.rules(traced, RuleBook(ranks)), ranks)
+    rules = attachments.world.agree(lambda: plan.rules(traced, RuleBook(ranks)))
+    program = rank_program(traced.step, rules, ranks)
     if settings.order == "searched":
         program = overlap(program, costs_of(settings, ranks)[0]).program
     alike(
