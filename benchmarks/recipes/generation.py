@@ -193,7 +193,7 @@ def settings() -> dict[str, Any]:
 
 
 def folder_of(runs: Path) -> Path:
-    """Where trainings with the settings of now are stored: other settings have other seeds, drawn after they are fixed."""
+    """Where trainings with the present settings are stored: others have other seeds, drawn after they are fixed."""
     fixed = json.dumps([settings(), METHODS], sort_keys=True)
     return runs / hashlib.sha256(fixed.encode()).hexdigest()[:8]
 
