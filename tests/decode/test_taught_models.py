@@ -12,7 +12,7 @@ pytest.importorskip("openai")
 pytest.importorskip("agents")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-SHORT = {"examples": 2500, "epochs": 0, "steps": 1000}
+SHORT = {"examples": 1500, "epochs": 0, "steps": 500}
 """Settings of trainings that are shorter than the benchmark's."""
 FIRST, *OTHERS = TEMPLATES
 
