@@ -159,12 +159,28 @@ class Case:
             model, batch = with_fake_tensors(model, "cpu"), self.batch()
         return trace(model.train(), *batch)
 
-    def real(self) -> tuple[JointTrace, nn.Module, Sequence[Tensor]]:
-        """The traced step in double precision, with the model and the batch that it was traced of."""
+    def real(self, *, in_double: bool = True) -> tuple[JointTrace, nn.Module, Sequence[Tensor]]:
+        """The traced step in double precision, with the model and the batch that it was traced of.
+
+        Args:
+            in_double: whether norms are in double precision too, where the model's own round to single precision.
+        """
         torch.manual_seed(0)
         model = WithLoss(self.prepare()()).double().train()
+        if in_double:
+            _use_norms_in_double(model)
         batch = [tensor.double() if tensor.is_floating_point() else tensor for tensor in self.batch()]
         return trace(model, *batch), model, batch
+
+
+def _use_norms_in_double(model: nn.Module) -> None:
+    """Put torch's RMSNorm in the place of a model's own, such as Llama's, which computes in single precision."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
+            weight = module.get_parameter("weight")
+            norm = nn.RMSNorm(weight.numel(), eps=float(getattr(module, "variance_epsilon", 1e-6)))
+            norm.weight = weight
+            model.set_submodule(name, norm)
 
 
 def _texts(shape: Shape) -> Sequence[Tensor]:

@@ -23,7 +23,7 @@ BOUND = 1.0
 def _narrowed(step: JointTrace, rules: Rules) -> JointTrace:
     module = copy.deepcopy(step.module)
     narrow(module, rules)
-    return JointTrace(module, nodes_of_joint(module.graph), 0.0, step.dynamo)
+    return JointTrace(module.graph, nodes_of_joint(module.graph), module, 0.0, step.dynamo)
 
 
 @cache

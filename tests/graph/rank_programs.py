@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoestring.graph.costs import GraphCosts, ring
-from shoestring.graph.lockstep import difference, divide, random_plan, real_values, run_whole
+from shoestring.graph.lockstep import difference, random_plan, real_values, run_whole
+from shoestring.graph.meshes import search_mesh
 from shoestring.graph.overlap import overlap
-from shoestring.graph.program import rank_program
+from shoestring.graph.placements import divide_over
+from shoestring.graph.program import DividedStep
 from shoestring.graph.rules import RuleBook
 from shoestring.graph.running import run_rank
-from shoestring.graph.search import search
 from shoestring.graph.tiles import regions_of, tiled
 from shoestring.graph.trace import trace
 from shoestring.models.gpt import tiny
@@ -33,6 +37,15 @@ def pictures():
 STEPS = {"gpt": gpt, "pictures": pictures}
 
 
+AXES = "one", "two"
+
+
+@cache
+def device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of a pool's ranks, whose groups are made once."""
+    return init_device_mesh("cpu", mesh, mesh_dim_names=AXES[: len(mesh)])
+
+
 def traced(name):
     """A step, and the values of its placeholders in order."""
     torch.manual_seed(0)
@@ -42,16 +55,25 @@ def traced(name):
     return step, values, [values[node] for node in step.module.graph.nodes if node.op == "placeholder"]
 
 
+def axes(mesh):
+    """Links on which messages take about as long as what they could overlap with, along each axis of a mesh."""
+    ranks = math.prod(mesh)
+    return GraphCosts.of(ring(ranks, latency=1e-6, bandwidth=2e9, flops=2e10, copy=4e9)).over(mesh)
+
+
 def costs(ranks):
-    """Links on which messages take about as long as what they could overlap with."""
-    return GraphCosts.of(ring(ranks, latency=1e-6, bandwidth=2e9, flops=2e10, copy=4e9))
+    """The same for ranks of one axis."""
+    return axes((ranks,))[0]
 
 
-def program_of(step, ranks, plan):
-    """The program of a rank, by the plan that the search finds or by a drawn one."""
-    book = RuleBook(ranks)
-    rules = search(step, book, costs(ranks)).rules if plan == "found" else random_plan(step, book, random.Random(plan))
-    return rank_program(step, rules, ranks)
+def program_of(step, mesh, plan):
+    """The program of a rank, by the plan that the search finds or by drawn ones for each axis."""
+    if plan == "found":
+        return search_mesh(step, axes(mesh)).divided.program()
+    divided, draw = DividedStep.whole(step), random.Random(plan)
+    for ranks in mesh:
+        divided = divided.divided(random_plan(divided.step, RuleBook(ranks), draw), ranks)
+    return divided.program()
 
 
 def in_tiles(program, tiles, products=2):
@@ -66,20 +88,19 @@ def changed(program, how):
     """The program as it is, in tiles, or in the order that is found."""
     if how == "tiles":
         return in_tiles(program, 2)[0]
-    return overlap(program, costs(program.ranks), rounds=5).program if how == "order" else program
+    return overlap(program, axes(program.mesh)[-1], rounds=5).program if how == "order" else program
 
 
-def off_by(*, model: str, plan: int | str, how: str) -> dict:
+def off_by(*, model: str, plan: int | str, how: str, mesh: tuple[int, ...] = ()) -> dict:
     """Run a program on this rank of a process group: the largest difference of its outputs from those of one rank."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh, rank = mesh or (dist.get_world_size(),), dist.get_rank()
+    groups = [axis.get_group() for axis in map(device_mesh(mesh).__getitem__, AXES[: len(mesh)])]
     step, values, inputs = traced(model)
-    program = changed(program_of(step, ranks, plan), how)
-    own = [divide(value, to, ranks)[rank] for value, to in zip(inputs, program.inputs, strict=True)]
-    group = dist.group.WORLD
-    assert group is not None
-    outputs = run_rank(program, own, group)
+    program = changed(program_of(step, mesh, plan), how)
+    own = [divide_over(value, to, mesh)[rank] for value, to in zip(inputs, program.inputs, strict=True)]
+    outputs = run_rank(program, own, groups)
     whole = run_whole(step, values)
     wanted = [
-        one if one is None else divide(one, to, ranks)[rank] for one, to in zip(whole, program.outputs, strict=True)
+        one if one is None else divide_over(one, to, mesh)[rank] for one, to in zip(whole, program.outputs, strict=True)
     ]
     return {"off": difference(outputs, wanted), "messages": [str(node.args[1:]) for node in program.messages]}

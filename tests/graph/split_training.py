@@ -60,6 +60,7 @@ def train(
     cluster: str = "",
     order: str = "traced",
     gib: float = 0.0,
+    mesh: tuple[int, ...] = (),
     micro: int = 1,
     sizes: tuple[int, ...] = (),
     folder: str = "",
@@ -70,7 +71,7 @@ def train(
     world = here()
     torch.manual_seed(world.rank)  # each rank begins with weights of its own
     features: list[Feature] = [ss.optim.Clip(max_norm=0.05)]
-    features += [Split(cluster=cluster, order=order, gib=gib)] if cluster else []
+    features += [Split(cluster=cluster, order=order, gib=gib, mesh=mesh)] if cluster else []
     if folder:
         settings = {"memory_folder": f"{folder}/memory", "memory_every": 1, "disk_every": 1}
         features.append(ss.checkpoint.Tiered(folder=f"{folder}/checkpoints", **settings))

@@ -211,14 +211,14 @@ def test_operators_of_a_model_are_divided_by_rules_that_were_tried():
     torch.manual_seed(0)
     model, batch = WithLoss(Scaled()).double(), (torch.randn(8, 16, dtype=torch.float64), torch.randint(8, (8,)))
     explained = explain(model, *batch, cluster=ring(2, latency=1e-9, bandwidth=1e12, flops=1e6, copy=1e6))
-    step, book, values = explained.step, explained.book, real_values(explained.step, model, *batch)
+    step, book, values = explained.step, explained.books[2], real_values(explained.step, model, *batch)
     kinds = {str(node.target).removeprefix("tried."): book[node] for node in step.operators if book[node].tried}
     assert {str(rule) for rule in kinds["scaled_backward.default"].rules} >= {"S(0), S(0), R -> S(0), P"}
     assert any(
         "found by trying them: tried.scaled.default, tried.scaled_backward" in line for line in explained.lines()
     )
     assert max(check.error for check in check_rules(step, book, values)) < 1e-10
-    plan = explained.plan.rules
+    plan = explained.plan.axes[0].rules
     assert any(plan[node].divides for node in step.operators if book[node].tried)
     assert difference(run_divided(step, plan, values, 2), run_whole(step, values)) < 1e-10
     untried = RuleBook(2, bounds=None)

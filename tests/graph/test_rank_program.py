@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import pytest
@@ -10,12 +11,11 @@ from torch import fx, nn
 
 from shoestring._torch import without_data
 from shoestring.graph.costs import GraphCosts, flop_of, ring
+from shoestring.graph.instructions import begin_move, end_move
 from shoestring.graph.lockstep import difference, run_whole
 from shoestring.graph.overlap import exposed_messages, overlap
 from shoestring.graph.placements import WHOLE
 from shoestring.graph.program import (
-    begin_move,
-    end_move,
     in_program_order,
     message_kind,
     program_tasks,
@@ -43,10 +43,19 @@ def case(request):
 
 @pytest.mark.parametrize("plan", ["found", 1])
 @pytest.mark.parametrize("how", ["built", "tiles", "order"])
-def test_programs_compute_what_one_rank_computes(case, how, plan):
+@pytest.mark.parametrize("mesh", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_programs_compute_what_one_rank_computes(case, mesh, how, plan):
     step, inputs, whole = case
-    program = changed(program_of(step, 2, plan), how)
+    program = changed(program_of(step, mesh, plan), how)
     program.graph.lint()
+    assert difference(run_lockstep(program, inputs), whole) < CLOSE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_of_drawn_plans_on_a_mesh_compute_what_one_rank_computes(case, seed):
+    step, inputs, whole = case
+    program = program_of(step, (2, 2), seed)
+    assert {node.args[-1] for node in program.messages} == {0, 1}
     assert difference(run_lockstep(program, inputs), whole) < CLOSE
 
 
@@ -54,7 +63,7 @@ def test_programs_compute_what_one_rank_computes(case, how, plan):
 def test_tiles_reach_into_the_products_beside_a_message():
     """Of split layers, which feed their sums over ranks: the products of rows are computed and sent in tiles."""
     step, values, inputs = traced("gpt")
-    program = program_of(step, 2, 1)
+    program = program_of(step, (2,), 1)
     parted, regions = in_tiles(program, 4, products=1)
     assert len(regions) > len(program.messages) / 2
     assert any(flop_of(node) for region in regions for node in region.rules)
@@ -66,7 +75,7 @@ def test_tiles_reach_into_the_products_beside_a_message():
 def test_a_wrong_rule_of_tiles_shows():
     """Tiles of a region that joins them in the wrong order."""
     step, values, inputs = traced("gpt")
-    parted, _ = in_tiles(program_of(step, 2, 1), 2)
+    parted, _ = in_tiles(program_of(step, (2,), 1), 2)
     joins = [node for node in parted.graph.nodes if "cat" in str(node.target) and len(node.args[0]) == 2]
     assert joins
     for node in joins:
@@ -76,7 +85,7 @@ def test_a_wrong_rule_of_tiles_shows():
 
 def test_messages_of_one_kind_can_be_one_message(case):
     step, inputs, whole = case
-    program = program_of(step, 2, 1)
+    program = program_of(step, (2,), 1)
     tasks = program_tasks(program, costs(2))
     groups, place = list[list[fx.Node]](), {node: index for index, node in enumerate(tasks.nodes)}
     for task, node in zip(tasks.tasks, tasks.nodes, strict=True):  # neighbours that do not wait for each other
@@ -96,7 +105,7 @@ def test_messages_of_one_kind_can_be_one_message(case):
 @pytest.mark.slow
 def test_tasks_are_operators_and_messages_that_wait_for_what_they_read():
     step, _, _ = traced("gpt")
-    program = program_of(step, 2, 0)
+    program = program_of(step, (2,), 0)
     made = program_tasks(program, costs(2))
     assert [task.name for task in made.tasks] == [node.name for node in made.nodes]
     assert [task.kind == "wire" for task in made.tasks] == [node.target is begin_move for node in made.nodes]
@@ -111,7 +120,7 @@ def test_tasks_are_operators_and_messages_that_wait_for_what_they_read():
 @pytest.mark.slow
 def test_an_order_is_faster_and_waits_less_where_links_are_neither_fast_nor_slow():
     step, _, _ = traced("gpt")
-    program = program_of(step, 2, 1)
+    program = program_of(step, (2,), 1)
     ordered = overlap(program, costs(2), rounds=5)
     assert ordered.schedule.seconds < ordered.traced < ordered.serial
     assert ordered.schedule.bound <= ordered.schedule.seconds
@@ -151,10 +160,10 @@ def pools():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 @pytest.mark.parametrize("model", rank_programs.STEPS)
 @pytest.mark.parametrize(("how", "plan"), [("built", 0), ("tiles", 1), ("order", 1), ("order", "found")])
-def test_ranks_of_a_process_group_compute_what_one_rank_computes(pools, ranks, model, how, plan):
-    results = pools[ranks].call(rank_programs.off_by, model=model, plan=plan, how=how)
+def test_ranks_of_a_process_group_compute_what_one_rank_computes(pools, mesh, model, how, plan):
+    results = pools[math.prod(mesh)].call(rank_programs.off_by, model=model, plan=plan, how=how, mesh=mesh)
     assert max(result["off"] for result in results) < CLOSE
     assert all(result["messages"] == results[0]["messages"] for result in results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,8 +19,6 @@ from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
 from shoestring.graph import Split, choosing
 from shoestring.graph.names import HELD_FACT, SENT_FACT, WHOLE_FACT
-from shoestring.graph.program import rank_program
-from shoestring.graph.rules import RuleBook
 from shoestring.graph.running import run_lockstep
 from shoestring.models.loading import load_model
 from shoestring.run import load
@@ -58,16 +57,17 @@ def test_the_program_of_a_job_computes_its_loss_and_the_gradients_of_tied_weight
     job = ss.compose(Job(model, world=World(size=2, local_size=2), example=lambda: jobs.batch(0)), [split], dry=True)
     attachments = attachments_of(job)
     traced, plan = choosing.trace_job(attachments, split), choosing.chosen(attachments, split)
-    program = rank_program(traced.step, plan.rules(traced, RuleBook(2)), 2)
+    program = plan.divided(traced, (2,)).program()
     assert len(program.messages) > 2
-    elsewhere = replace(plan, choices=[*plan.choices[:-1], 99])  # as if more rules had been found where it was searched
+    (choices,) = plan.choices
+    elsewhere = replace(plan, choices=[[*choices[:-1], 99]])  # as if more rules had been found where it was searched
     with pytest.raises(ConfigError, match="by a rule that this rank has not found"):
-        elsewhere.rules(traced, RuleBook(2))
+        elsewhere.divided(traced, (2,))
     nodes, start = traced.step.nodes, torch.tensor(0.5, dtype=torch.float64)
     names = {node: name.removeprefix(choosing.PREFIX) for name, node in nodes.parameters.items()}
     values = {node: model.get_parameter(name).detach() for node, name in names.items()}
     values |= dict(zip(nodes.inputs, batch.values(), strict=True)) | dict.fromkeys(nodes.tangents, start)
-    holders = [node for node in traced.step.module.graph.nodes if node.op == "placeholder"]
+    holders = [node for node in traced.step.graph.nodes if node.op == "placeholder"]
     outputs = run_lockstep(program, [values[node] for node in holders])
     total, count = cross_entropy(model(batch["inputs"]), batch)
     (total * start).backward()
@@ -117,6 +117,9 @@ def test_what_cannot_be_split_is_refused_before_ranks_start(tmp_path):
     for other in (ss.parallel.DDP(), ss.precision.Autocast(), ss.graph.Compile(), ss.optim.EMA(), ss.comm.BF16()):
         error = refused(split_training.small(), [split, other])
         assert isinstance(error, ConflictError) and f"`{other.name}` does not work with `graph.split`" in str(error)
+    for ranks, mesh in ((2, (2, 2)), (1, (2,)), (2, (2, 1))):
+        error = refused(split_training.small(), [Split(cluster=split.cluster, mesh=mesh)], ranks)
+        assert f"`graph.split.mesh` has {' × '.join(map(str, mesh))} ranks, and a host has {ranks}" in str(error)
     job = Job(split_training.small(), world=World(size=4, local_size=2))
     with pytest.raises(ConfigError, match="there are 2 hosts"):
         ss.compose(job, [split], dry=True)
@@ -139,28 +142,38 @@ def test_a_check_says_what_the_plan_is_and_leaves_the_model_as_it_was(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.all_cases
-@pytest.mark.parametrize(("ranks", "model", "order"), [(4, "gpt", "traced"), (2, "pictures", "searched")])
-def test_ranks_compute_what_one_does(pool_of, tmp_path, ranks, model, order):
-    cluster = write_cluster(tmp_path / "cluster.toml", ranks)
-    results = pool_of(ranks).call(split_training.train, model=model, cluster=cluster, order=order)
+@pytest.mark.parametrize(("mesh", "model", "order"), [
+    ((4,), "gpt", "traced"),
+    ((2,), "pictures", "searched"),
+    ((2, 2), "pictures", "searched"),
+    ((2, 2), "small", "traced"),
+])  # fmt: skip
+def test_ranks_compute_what_one_does(pool_of, tmp_path, mesh, model, order):
+    cluster = write_cluster(tmp_path / "cluster.toml", math.prod(mesh))
+    results = pool_of(math.prod(mesh)).call(split_training.train, model=model, cluster=cluster, order=order, mesh=mesh)
     same(results, split_training.train(model=model))
     assert results[0]["facts"][SENT_FACT] > 0
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_by_bit_and_on_one_rank(pool_of, tmp_path):
+@pytest.mark.parametrize(("mesh", "gib", "held"), [
+    pytest.param((), 1.6e-4, 0.8, marks=pytest.mark.all_cases),
+    ((2, 2), 1.0e-4, 0.6),
+])  # fmt: skip
+def test_a_stopped_run_goes_on_bit_by_bit_and_on_one_rank(pool_of, tmp_path, mesh, gib, held):
     """With several micro-batches, and so little memory that most weights are in shards."""
-    cluster, two = write_cluster(tmp_path / "cluster.toml", 2), pool_of(2)
-    arguments = {"model": "gpt", "cluster": cluster, "gib": 1.6e-4, "micro": 2, "order": "searched"}
+    ranks = math.prod(mesh) if mesh else 2
+    cluster, several = write_cluster(tmp_path / "cluster.toml", ranks), pool_of(ranks)
+    arguments = {"model": "gpt", "cluster": cluster, "gib": gib, "micro": 2, "order": "searched", "mesh": mesh}
     wanted = split_training.train(model="gpt", micro=2)
-    whole = two.call(split_training.train, **arguments)
+    whole = several.call(split_training.train, **arguments)
     same(whole, wanted)
     assert "parameters in shards" in whole[0]["plan"]
-    assert whole[0]["facts"][HELD_FACT] < 0.8 * whole[0]["facts"][WHOLE_FACT]
-    folder, copied = tmp_path / "two", tmp_path / "one"
-    two.call(split_training.train, **arguments, folder=str(folder), stop=STOP)
+    assert whole[0]["facts"][HELD_FACT] < held * whole[0]["facts"][WHOLE_FACT]
+    folder, copied = tmp_path / "several", tmp_path / "one"
+    several.call(split_training.train, **arguments, folder=str(folder), stop=STOP)
     shutil.copytree(folder / "checkpoints", copied / "checkpoints")
-    rest = two.call(split_training.train, **arguments, folder=str(folder), resume=True)
+    rest = several.call(split_training.train, **arguments, folder=str(folder), resume=True)
     for before, after in zip(whole, rest, strict=True):
         assert after["began"] == STOP
         assert (after["losses"], after["weights"]) == (before["losses"][STOP:], before["weights"])

@@ -45,6 +45,20 @@ def test_it_shows_operators_ways_parameters_and_messages(files, capsys):
 
 
 @pytest.mark.slow
+def test_it_shows_the_plan_of_the_mesh_that_the_run_asks_for(files, capsys):
+    run, cluster = files
+    host = cluster(ring(4, latency=2e-4, bandwidth=1.25e8, flops=2e10, copy=4e9))
+    assert main(["plan", run, "--explain", host, "--graph.split.mesh", "[2, 2]"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 samples on 2 × 2 ranks of a host" in printed
+    assert "along axis 2, of 2 ranks: " in printed
+    assert "all ranks as one axis" in printed
+    assert "for each axis of the mesh" in printed
+    assert main(["plan", run, "--explain", host, "--graph.split.mesh", "[2, 3]"]) == 2
+    assert "a mesh of 2 × 3 ranks was asked for, and there are 4" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_it_shows_the_bits_that_the_run_asks_for_and_those_it_has_chosen(files, tmp_path, capsys):
     run, cluster = files
     group = {"title": CHOSEN_TITLE, "head": ["operators", "bits"], "rows": [["silu(mm) -> mul, mul'", 32.0]]}

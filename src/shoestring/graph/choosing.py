@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,11 +23,12 @@ from shoestring.core.feature import Feature, Seam
 from shoestring.core.task import Batch, sum_and_count
 from shoestring.core.whole_batch import is_over_whole_batch
 from shoestring.graph.costs import GraphCosts
-from shoestring.graph.names import OPERATORS
+from shoestring.graph.meshes import search_mesh
 from shoestring.graph.placements import WHOLE, Placement, ShardingRule
+from shoestring.graph.program import DividedStep
 from shoestring.graph.rules import RuleBook
-from shoestring.graph.search import SplitSearch, search
-from shoestring.graph.trace import JointTrace, tensors_of, trace
+from shoestring.graph.search import GraphPlan, SplitSearch
+from shoestring.graph.trace import JointTrace, StepGraph, tensors_of, trace
 from shoestring.models.blocks import routers
 from shoestring.models.without_data import with_fake_tensors
 from shoestring.planning.cluster import read_cluster
@@ -49,7 +50,7 @@ def check(attachments: Attachments, settings: Split) -> None:
     """Raise ConfigError if the step cannot be traced or no plan fits, ConflictError if a feature does not fit."""
     if settings.gib < 0:
         raise ConfigError(f"`{settings.name}.gib` must be 0 or more, got {settings.gib:g}")
-    if attachments.world.ranks_over([OPERATORS]) == 1:
+    if (ranks := attachments.world.ranks_over(settings.over)) == 1:
         return
     if attachments.wrapped:
         raise ConfigError("the model is already wrapped in DDP", hint=f"remove DDP or {settings.name}")
@@ -65,7 +66,7 @@ def check(attachments: Attachments, settings: Split) -> None:
     if routers(attachments.module):
         message = f"{type(attachments.module).__name__} has routers, whose choice of experts cannot be traced"
         raise ConfigError(message, hint=f"remove [{settings.name}]")
-    costs_of(settings, attachments.world.ranks_over([OPERATORS]))
+    costs_of(settings, ranks)
     chosen(attachments, settings)
 
 
@@ -151,12 +152,7 @@ class TracedStep:
     @property
     def digest(self) -> str:
         """A hash of the graph, equal on ranks that trace the same step."""
-        return digest(self.step.module.graph)
-
-    @property
-    def deciders(self) -> list[fx.Node]:
-        """The placeholders and operators for which a plan has a rule, in order."""
-        return [node for node in self.step.tensors if node.target is not operator.getitem]
+        return digest(self.step.graph)
 
 
 def digest(graph: fx.Graph) -> str:
@@ -194,7 +190,7 @@ def trace_job(attachments: Attachments, settings: Split) -> TracedStep:
     nodes = step.nodes
     known = {*nodes.parameters.values(), *nodes.buffers.values(), *nodes.inputs, *nodes.tangents}
     names = {PREFIX + name for name in attachments.named()}
-    for node in step.module.graph.nodes:
+    for node in step.graph.nodes:
         if (node.op == "placeholder" and node not in known) or nodes.parameters.keys() != names:
             message = f"{type(module).__name__} can only be traced with other tensors than its own parameters"
             raise ConfigError(message, hint=f"remove [{settings.name}]")
@@ -252,8 +248,9 @@ class ChosenPlan:
 
     digest: str
     """Hash of the traced step."""
-    choices: list[int]
-    """For each placeholder its placement, and for each operator the index of its rule, in order."""
+    choices: list[list[int]]
+    """Along each axis of the mesh: for each placeholder its placement, and for each operator the index of its rule, in
+    order."""
     seconds: float
     """Predicted seconds of a step, without overlap."""
     memory: float
@@ -263,22 +260,31 @@ class ChosenPlan:
     sharded: int
     """Number of parameters of which each rank has a shard."""
 
-    def rules(self, traced: TracedStep, book: RuleBook) -> Mapping[fx.Node, ShardingRule]:
-        """The plan of a step: the rule of each operator, and of each placeholder the placement.
+    def divided(self, traced: TracedStep, mesh: Sequence[int]) -> DividedStep:
+        """What one rank computes of a step.
 
         Raises:
             ConfigError: an operator has fewer rules here than where the plan was searched. Rules that are found by
                 trying can differ, because a busy host may reach a time limit.
         """
-        pairs = list(zip(traced.deciders, self.choices, strict=True))
-        for node, choice in pairs:
-            if node.op == "call_function" and choice >= len(book[node].rules):
-                message = f"the plan divides `{node.target}` by a rule that this rank has not found"
-                raise ConfigError(message, hint="start again when the host is less busy")
-        return {
-            node: book[node].rules[choice] if node.op == "call_function" else ShardingRule((choice,), ())
-            for node, choice in pairs
-        }
+        divided = DividedStep.whole(traced.step)
+        for ranks, choices in zip(mesh, self.choices, strict=True):
+            book, pairs = RuleBook(ranks), list(zip(_deciders(divided.step), choices, strict=True))
+            for node, choice in pairs:
+                if node.op == "call_function" and choice >= len(book[node].rules):
+                    message = f"the plan divides `{node.target}` by a rule that this rank has not found"
+                    raise ConfigError(message, hint="start again when the host is less busy")
+            rules = {
+                node: book[node].rules[choice] if node.op == "call_function" else ShardingRule((choice,), ())
+                for node, choice in pairs
+            }
+            divided = divided.divided(rules, ranks)
+        return divided
+
+
+def _deciders(step: StepGraph) -> list[fx.Node]:
+    """The placeholders and operators for which a plan has a rule, in order."""
+    return [node for node in step.tensors if node.target is not operator.getitem]
 
 
 def chosen(attachments: Attachments, settings: Split) -> ChosenPlan | None:
@@ -295,32 +301,33 @@ def _choose(attachments: Attachments, settings: Split) -> ChosenPlan | None:
 
 
 def _searched(attachments: Attachments, settings: Split) -> ChosenPlan:
-    ranks = attachments.world.ranks_over([OPERATORS])
+    ranks = attachments.world.ranks_over(settings.over)
     costs, memory = costs_of(settings, ranks)
     traced = trace_job(attachments, settings)
-    step, book = traced.step, RuleBook(ranks)
+    step, books = traced.step, {axis.ranks: RuleBook(axis.ranks) for axis in costs}
 
     def frozen(name: str) -> Placement | None:
         return WHOLE if name and name not in step.nodes.gradients else None
 
-    plan = search(step, book, costs, SplitSearch(memory=memory), frozen)
-    placements = [plan.rules[node].outputs[0] for node in step.nodes.parameters.values()]
+    def choice(node: fx.Node, axis: GraphPlan) -> int:
+        rule = axis.rules[node]
+        return books[axis.ranks][node].rules.index(rule) if node.op == "call_function" else rule.outputs[0]
+
+    plan = search_mesh(step, costs, SplitSearch(memory=memory), frozen, books)
+    placements = plan.divided.placements(step)
     return ChosenPlan(
         traced.digest,
-        [
-            book[node].rules.index(plan.rules[node]) if node.op == "call_function" else plan.rules[node].outputs[0]
-            for node in traced.deciders
-        ],
+        [[choice(node, axis) for node in _deciders(one)] for one, axis in zip(plan.steps, plan.axes, strict=True)],
         plan.objective,
         plan.memory,
         len(step.operators),
-        len(placements),
-        sum(placement != WHOLE for placement in placements),
+        len(step.nodes.parameters),
+        sum(any(at != WHOLE for at in placements[node]) for node in step.nodes.parameters.values()),
     )
 
 
-def costs_of(settings: Split, ranks: int) -> tuple[GraphCosts, float]:
-    """The costs on this host's ranks by the cluster file, and the bytes that a rank may hold.
+def costs_of(settings: Split, ranks: int) -> tuple[Sequence[GraphCosts], float]:
+    """The costs along the axes of this host's mesh by the cluster file, and the bytes that a rank may hold.
 
     Raises:
         ConfigError: no cluster file is named, it is unusable, or it is of another number of ranks.
@@ -333,4 +340,4 @@ def costs_of(settings: Split, ranks: int) -> tuple[GraphCosts, float]:
     if costs.ranks != ranks:
         raise ConfigError(f"`{settings.cluster}` has measured {costs.ranks} ranks, and there are {ranks}", hint=hint)
     room = settings.gib * GIB or min(device.memory for device in cluster.devices)
-    return costs, room or float("inf")
+    return costs.over(settings.mesh or (ranks,)), room or float("inf")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from shoestring.core.errors import ConfigError
-from shoestring.graph._torch import returns_view
+from shoestring.graph._torch import is_overload, returns_view
+from shoestring.graph.instructions import exchange, move, take_shard
 from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule
-from shoestring.graph.trace import JointTrace, arguments_of, inputs_of, outputs_of, producer_of
+from shoestring.graph.trace import StepGraph, arguments_of, inputs_of, outputs_of, producer_of
 from shoestring.planning.cluster import Cluster, Collective, Device
 
 aten = torch.ops.aten
@@ -35,17 +36,19 @@ _UPDATE = 7.0
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Costs on the ranks of one host.
+    """Costs on the ranks of one host, or on those along an axis of a mesh of them.
 
     Args:
         flops: matrix products, FLOP/s of a rank. copy: bytes that a rank copies in a second.
         collectives: kind of collective -> its speed among the ranks; a missing reduce-scatter takes half an all-reduce.
+        before: the costs along the axes of the mesh before this one.
     """
 
     ranks: int
     flops: float
     copy: float
     collectives: Mapping[str, Collective]
+    before: tuple[GraphCosts, ...] = ()
 
     @staticmethod
     def of(cluster: Cluster) -> GraphCosts:
@@ -70,6 +73,27 @@ class GraphCosts:
             kinds,
         )
 
+    def over(self, mesh: Sequence[int]) -> tuple[GraphCosts, ...]:
+        """The costs along each axis of a mesh of the ranks, whose links are taken for those of a ring.
+
+        Raises:
+            ConfigError: the mesh has not as many ranks, or an axis of one rank.
+        """
+        if math.prod(mesh) != self.ranks or min(mesh) < 2:
+            raise ConfigError(
+                f"a mesh of {' × '.join(map(str, mesh))} ranks was asked for, and there are {self.ranks}",
+                hint="each axis has at least two ranks, and their product is the number of ranks",
+            )
+        axes = list[GraphCosts]()
+        for ranks in mesh:
+            among = {kind: _among(one, self.ranks, ranks) for kind, one in self.collectives.items()}
+            axes.append(replace(self, ranks=ranks, collectives=among, before=tuple(axes)))
+        return tuple(axes)
+
+    def along(self, axis: int) -> GraphCosts:
+        """The costs along an axis of the mesh up to this one."""
+        return (*self.before, self)[axis]
+
     def move(self, source: Placement, target: Placement, nbytes: float) -> float:
         """Seconds to move a tensor of so many bytes to another placement; infinite if nothing needs such a move."""
         if source == target or (source == WHOLE and target >= 0):
@@ -87,6 +111,8 @@ class GraphCosts:
 
     def operator(self, node: fx.Node, rule: ShardingRule) -> float:
         """Seconds in which a rank computes its part of an operator, with what the ranks exchange within it."""
+        if node.target in (move, take_shard, exchange):
+            return self._instruction(node, rule)
         exchanged = self._seconds("all-reduce", rule.exchange.nbytes) if rule.exchange else 0.0
         if is_view(node):
             return exchanged
@@ -99,6 +125,17 @@ class GraphCosts:
         moved = sum(self.local(tensor.nbytes, placement) for tensor, placement in pairs if tensor is not None)
         return max(work, moved / self.copy) + exchanged
 
+    def _instruction(self, node: fx.Node, rule: ShardingRule) -> float:
+        """Seconds of what ranks along an axis before this one exchange, where this axis divides it by a rule."""
+        if node.target is take_shard:
+            return 0.0
+        if node.target is exchange:
+            return self.along(axis_of(node)).operator(*node.meta["exchanged"])
+        (tensor,), (_, source, target, _) = inputs_of(node), node.args
+        assert isinstance(source, int) and isinstance(target, int)
+        axis, nbytes = self.along(axis_of(node)), self.local(tensor.meta["val"].nbytes, rule.inputs[0])
+        return axis.move(source, target, nbytes * (axis.ranks if source >= 0 else 1))
+
     def local(self, nbytes: float, placement: Placement) -> float:
         """Bytes that a rank has of a tensor."""
         return nbytes / self.ranks if placement >= 0 else nbytes
@@ -110,6 +147,33 @@ class GraphCosts:
     def held(self, nbytes: float, placement: Placement, trained: bool) -> float:
         """Bytes that a rank holds for a parameter: with its gradient and AdamW's state if it is trained."""
         return self.local(nbytes, placement) * (2 + _ADAM if trained else 1)
+
+
+_SHARES: Mapping[str, Callable[[int], float]] = {
+    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all-gather": lambda ranks: ranks - 1,
+    "all-to-all": lambda ranks: (ranks - 1) / ranks,
+    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
+}
+"""Kind of collective -> bytes that a rank of a ring sends for each byte that it has."""
+
+
+def _among(measured: Collective, ranks: int, fewer: int) -> Collective:
+    """A collective among fewer ranks than it was measured with, on the links of a ring."""
+    if ranks == fewer or measured.kind not in _SHARES:
+        return measured
+    hops, share = (fewer - 1) / (ranks - 1), _SHARES[measured.kind](fewer) / _SHARES[measured.kind](ranks)
+
+    def scaled(seconds: float) -> float:
+        return min(seconds, measured.latency) * hops + max(seconds - measured.latency, 0.0) * share
+
+    return replace(
+        measured,
+        ranks=fewer,
+        latency=measured.latency * hops,
+        bandwidth=measured.bandwidth / share,
+        points=tuple((nbytes, scaled(seconds)) for nbytes, seconds in measured.points),
+    )
 
 
 def ring(ranks: int, *, latency: float, bandwidth: float, flops: float, copy: float, memory: int = 0) -> Cluster:
@@ -128,12 +192,6 @@ def ring(ranks: int, *, latency: float, bandwidth: float, flops: float, copy: fl
         for rank in range(ranks)
     )
     hops = ranks - 1
-    kinds = {
-        "all-reduce": 2 * hops / ranks,
-        "all-gather": hops,
-        "all-to-all": hops / ranks,
-        "reduce-scatter": hops / ranks,
-    }
     return Cluster(
         devices=devices,
         collectives=tuple(
@@ -142,16 +200,23 @@ def ring(ranks: int, *, latency: float, bandwidth: float, flops: float, copy: fl
                 over=("local",),
                 ranks=ranks,
                 latency=latency * hops * (2 if kind == "all-reduce" else 1),
-                bandwidth=bandwidth / share,
+                bandwidth=bandwidth / share(ranks),
             )
-            for kind, share in kinds.items()
+            for kind, share in _SHARES.items()
         ),
     )
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether an operator only views its input, and computes nothing."""
-    return node.target in _FREE or returns_view(node.target)
+    return node.target in _FREE or (is_overload(node.target) and returns_view(node.target))
+
+
+def axis_of(instruction: fx.Node) -> int:
+    """The axis of the mesh along which an instruction lets ranks exchange: its last argument."""
+    axis = instruction.args[-1]
+    assert isinstance(axis, int)
+    return axis
 
 
 def flop_of(node: fx.Node) -> float:
@@ -164,7 +229,7 @@ def flop_of(node: fx.Node) -> float:
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def saved_tensors(step: JointTrace) -> dict[fx.Node, tuple[int, ...]]:
+def saved_tensors(step: StepGraph) -> dict[fx.Node, tuple[int, ...]]:
     """What the forward pass leaves for the backward pass, beside parameters and inputs.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,9 @@ from shoestring.graph.choosing import (
     digest,
     trace_job,
 )
-from shoestring.graph.lockstep import divide
-from shoestring.graph.names import OPERATORS
 from shoestring.graph.overlap import overlap
-from shoestring.graph.placements import Placement
-from shoestring.graph.program import RankProgram, rank_program
-from shoestring.graph.rules import RuleBook
+from shoestring.graph.placements import Placement, divide_over
+from shoestring.graph.program import RankProgram
 from shoestring.graph.running import MessageTotals, run_rank
 
 if TYPE_CHECKING:
@@ -42,10 +39,10 @@ if TYPE_CHECKING:
 
 def attach(attachments: Attachments, settings: Split) -> None:
     """Let the ranks of a host split the operators of each step. A collective; does nothing with one rank."""
-    ranks = attachments.world.ranks_over([OPERATORS])
+    ranks = attachments.world.ranks_over(settings.over)
     if ranks == 1:
         return
-    attachments.claim([OPERATORS], trained=True, whole=True)
+    attachments.claim(settings.over, trained=True, whole=True)
     plan = chosen(attachments, settings)
     assert plan is not None  # only a check without ranks has none
     traced, alike = trace_job(attachments, settings), attachments.world.alike
@@ -53,26 +50,33 @@ def attach(attachments: Attachments, settings: Split) -> None:
     if traced.digest != plan.digest:
         message = f"the step that `{settings.name}` has planned is traced in another way the second time"
         raise ConfigError(message, hint="let the model and its loss compute the same each time")
-    rules = attachments.world.agree(lambda: plan.rules(traced, RuleBook(ranks)))
-    program = rank_program(traced.step, rules, ranks)
+    divided = attachments.world.agree(lambda: plan.divided(traced, settings.mesh or (ranks,)))
+    program = divided.program()
     if settings.order == "searched":
-        program = overlap(program, costs_of(settings, ranks)[0]).program
+        program = overlap(program, costs_of(settings, ranks)[0][-1]).program
     alike(
         {f"{settings.name}: order of operators": digest(program.graph)}, "name the same file in `cluster` on all ranks"
     )
-    SplitStep(attachments, traced, plan, program).attach()
+    SplitStep(attachments, settings.over, traced, plan, program).attach()
 
 
 class SplitStep:
     """A rank's part of the model and of each step."""
 
-    def __init__(self, attachments: Attachments, traced: TracedStep, plan: ChosenPlan, program: RankProgram) -> None:
-        world, group = attachments.world, attachments.world.group([OPERATORS])
-        mesh = world.mesh_over([OPERATORS])
-        assert group is not None and mesh is not None
+    def __init__(
+        self,
+        attachments: Attachments,
+        axes: tuple[str, ...],
+        traced: TracedStep,
+        plan: ChosenPlan,
+        program: RankProgram,
+    ) -> None:
+        world, mesh = attachments.world, attachments.world.mesh
+        assert mesh is not None
         self.attachments, self.model = attachments, attachments.module
         self.traced, self.plan, self.program = traced, plan, program
-        self.group, self.mesh, self.ranks, self.index = group, mesh, program.ranks, world.index_over([OPERATORS])
+        self.group, self.groups = world.group(axes), [group for axis in axes if (group := world.group([axis]))]
+        self.mesh, self.ranks, self.index = mesh[axes], program.ranks, world.index_over(axes)
         self.traffic = MessageTotals()
         self.stepped: dict[str, DTensor] = {}
         """Name of a parameter -> what this rank has of it, which the optimizer steps."""
@@ -81,7 +85,7 @@ class SplitStep:
         self._turn = 0
         self._whole: list[tuple[nn.Module, str, nn.Parameter]] = []
         """(module, name, shard) of the parameters that are whole for the duration of an evaluation."""
-        holders = (node for node in traced.step.module.graph.nodes if node.op == "placeholder")
+        holders = (node for node in traced.step.graph.nodes if node.op == "placeholder")
         self.placements = dict(zip(holders, program.inputs, strict=True))
         self.buffers = {name: self.model.get_buffer(name.removeprefix(PREFIX)) for name in traced.step.nodes.buffers}
 
@@ -103,7 +107,7 @@ class SplitStep:
         whole = {parameter: name for name, parameter in trained.items()}
         for module, name, parameter in [*_parameters_of(self.model)]:
             own = whole.get(parameter, "")
-            if own and placed[own] >= 0:
+            if own and any(at >= 0 for at in placed[own]):
                 if own not in self.parts:  # a tied parameter has several modules
                     self.parts[own] = nn.Parameter(self.stepped[own].to_local().detach())
                 module._parameters[name] = self.parts[own]
@@ -111,14 +115,19 @@ class SplitStep:
         facts[names.HELD_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
         facts |= {names.SENT_FACT: 0.0, names.WAITED_FACT: 0.0, names.MESSAGES_FACT: len(self.program.messages)}
 
-    def _placed(self, whole: Tensor, at: Placement) -> DTensor:
+    def _placed(self, whole: Tensor, at: Sequence[Placement]) -> DTensor:
         """What this rank has of a parameter: a shard of its own, or all of it."""
-        local = divide(whole, at, self.ranks)[self.index].clone() if at >= 0 else whole
-        placement = Shard(at) if at >= 0 else Replicate()
+        local = self._part(whole, at)
+        local = whole if local is whole else local.clone()
+        placements = [Shard(dim) if dim >= 0 else Replicate() for dim in at]
         layout: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
-        placed = DTensor.from_local(local, self.mesh, [placement], run_check=False, **layout)
+        placed = DTensor.from_local(local, self.mesh, placements, run_check=False, **layout)
         placed.requires_grad_()
         return placed
+
+    def _part(self, whole: Tensor, at: Sequence[Placement]) -> Tensor:
+        """What this rank has of a tensor."""
+        return divide_over(whole, at, self.program.mesh)[self.index]
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -156,7 +165,7 @@ class SplitStep:
                 hint="give all batches the same sizes, or train without [graph.split]",
             )
         values = self._values(micro, batch)
-        returned = run_rank(self.program, values, self.group, self.traffic)
+        returned = run_rank(self.program, values, self.groups, self.traffic)
         results, taken = list[Tensor](), {value.untyped_storage().data_ptr() for value in values}
         for (kind, name), value in zip(self.traced.step.nodes.outputs, returned, strict=True):
             if value is None:
@@ -187,7 +196,7 @@ class SplitStep:
             values[node] = self.buffers[name]
         entries = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         for node, entry in zip(nodes.inputs, entries, strict=True):
-            values[node] = divide(entry, self.placements[node], self.ranks)[self.index]
+            values[node] = self._part(entry, self.placements[node])
         return [values[node] for node in self.placements]
 
     def _add_gradient(self, name: str, value: Tensor) -> None:

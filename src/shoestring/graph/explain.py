@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,12 +12,13 @@ from torch import fx, nn
 
 from shoestring import figures
 from shoestring.graph.costs import GraphCosts
+from shoestring.graph.instructions import exchange, move, take_shard
+from shoestring.graph.meshes import MeshPlan, search_mesh
 from shoestring.graph.overlap import OverlappedProgram, overlap
-from shoestring.graph.placements import SUM, WHOLE, Placement, named
-from shoestring.graph.program import rank_program
+from shoestring.graph.placements import SUM, WHOLE, named
 from shoestring.graph.rules import RuleBook
-from shoestring.graph.search import GraphPlan, SplitSearch, fixed_plans, search
-from shoestring.graph.trace import JointTrace, inputs_of, pattern_of, producer_of, trace
+from shoestring.graph.search import SplitSearch, fixed_plans
+from shoestring.graph.trace import JointTrace, inputs_of, pattern_of, trace
 from shoestring.planning.cluster import Cluster
 
 WORTH = 0.01
@@ -32,7 +33,8 @@ class Move(NamedTuple):
     kind: str
     tensor: fx.Node
     reader: str
-    nbytes: int
+    axis: int
+    nbytes: float
     seconds: float
 
 
@@ -41,30 +43,34 @@ class ExplainedPlan:
     """A plan, and what it was chosen from."""
 
     step: JointTrace
-    book: RuleBook
-    costs: GraphCosts
-    plan: GraphPlan
-    usual: Mapping[str, GraphPlan]
-    """The usual ways to train -> the best plan that has their placements of parameters and batch."""
+    books: Mapping[int, RuleBook]
+    """Number of ranks -> rules."""
+    costs: tuple[GraphCosts, ...]
+    """Costs along each axis of the mesh."""
+    plan: MeshPlan
+    usual: Mapping[str, MeshPlan]
+    """The usual ways to train, on all ranks as one axis -> the best plan that has their placements of parameters and
+    batch; with a mesh, also what the search finds on one axis."""
     prefix: str = ""
     """Beginning of all parameters' names, which is not shown."""
 
     def moves(self) -> list[Move]:
         """What ranks exchange between operators, and of gradients, in order."""
-        moves = list[Move]()
-        for node in self.step.operators:
-            for source, target in zip(inputs_of(node), self.plan.rules[node].inputs, strict=True):
-                moves += self._move(source, target, str(node.target))
-        for name, gradient in self.step.nodes.gradients.items():
-            target = self.plan.rules[self.step.nodes.parameters[name]].outputs[0]
-            moves += self._move(gradient, target, f"gradient of {name.removeprefix(self.prefix)}")
+        moves, step = list[Move](), self.plan.divided.step
+        gradients = {node: name for name, node in step.nodes.gradients.items()}
+        for node in step.operators:
+            if node.target is not move:
+                continue
+            (tensor,), (_, source, target, axis) = inputs_of(node), node.args
+            assert isinstance(source, int) and isinstance(target, int) and isinstance(axis, int)
+            own = self.costs[axis]
+            nbytes = tensor.meta["val"].nbytes * (own.ranks if source >= 0 else 1)
+            readers = [_operator(user) for user in node.users if user.op == "call_function"]
+            if node in gradients:
+                readers.insert(0, f"gradient of {gradients[node].removeprefix(self.prefix)}")
+            reader, kind = next(iter(readers), "a result"), _KINDS[source == SUM, target == WHOLE]
+            moves.append(Move(kind, tensor, reader, axis, nbytes, own.move(source, target, nbytes)))
         return moves
-
-    def _move(self, source: fx.Node, target: Placement, reader: str) -> Iterator[Move]:
-        producer, place = producer_of(source)
-        begin, nbytes = self.plan.rules[producer].outputs[place], source.meta["val"].nbytes
-        if seconds := self.costs.move(begin, target, nbytes):
-            yield Move(_KINDS[begin == SUM, target == WHOLE], source, reader, nbytes, seconds)
 
     def lines(self) -> Iterator[str]:
         """Describe the plan, at most in a screenful."""
@@ -86,7 +92,7 @@ class ExplainedPlan:
     @cached_property
     def overlapped(self) -> OverlappedProgram:
         """A rank's program for the plan, with messages that travel while the rank computes."""
-        return overlap(rank_program(self.step, self.plan.rules, self.costs.ranks), self.costs)
+        return overlap(self.plan.divided.program(), self.costs[-1])
 
     def _schedule(self) -> Iterator[str]:
         """What another order of messages, tiles and fused messages would gain."""
@@ -109,43 +115,57 @@ class ExplainedPlan:
             yield f"  another order of messages saves less than {figures.percent(WORTH)} here"
 
     def _traced(self) -> Iterator[str]:
-        step, plan, repeats = self.step, self.plan, self.step.repeats
+        step, repeats, book = self.step, self.step.repeats, self.books[self.costs[0].ranks]
         blocks = f"; {repeats.times} repeated blocks of {repeats.operators} operators" if repeats.times > 1 else ""
         how = ", through torch's analysis of bytecode" if step.dynamo else ""
         yield f"traced {len(step.operators):,} operators in {figures.seconds(step.seconds)}{how}{blocks}"
-        whole = {str(node.target): self.book[node].reason for node in step.operators if self.book[node].reason}
-        yield f"{len(self.book)} different operators; {len(whole)} kinds can only be whole on every rank"
+        whole = {str(node.target): book[node].reason for node in step.operators if book[node].reason}
+        yield f"{len(book)} different operators; {len(whole)} kinds can only be whole on every rank"
         for name, reason in list(whole.items())[:SHOWN]:
             yield f"  {name}: {reason}"
-        if tried := {str(node.target) for node in step.operators if self.book[node].tried}:
+        if tried := {str(node.target) for node in step.operators if book[node].tried}:
             yield f"{len(tried)} kinds have rules that were found by trying them: {', '.join(sorted(tried))}"
-        yield (
-            f"{plan.deciders:,} decisions in {plan.groups:,} groups; {plan.variables:,} variables, built in "
-            f"{figures.seconds(plan.build_seconds)} and solved in {figures.seconds(plan.solve_seconds)}"
-        )
+        for number, axis in enumerate(self.plan.axes, start=1):
+            along = f"along axis {number}, of {axis.ranks} ranks: " if len(self.plan.axes) > 1 else ""
+            yield (
+                f"{along}{axis.deciders:,} decisions in {axis.groups:,} groups; {axis.variables:,} variables, built in "
+                f"{figures.seconds(axis.build_seconds)} and solved in {figures.seconds(axis.solve_seconds)}"
+            )
 
-    def _row(self, plan: GraphPlan) -> str:
+    def _row(self, plan: MeshPlan) -> str:
         return f"{figures.seconds(plan.objective):>9}   {figures.memory(int(plan.memory)):>16}"
 
     def _parameters(self) -> Iterator[str]:
         """Placements of parameters; equal layers of a list share a line."""
-        shared = defaultdict[tuple[Placement, str], list[str]](list)
+        shared = defaultdict[tuple[str, str], list[str]](list)
+        placements = self.plan.divided.placements(self.step)
         for name, node in self.step.nodes.parameters.items():
-            shared[self.plan.rules[node].outputs[0], pattern_of(name.removeprefix(self.prefix))].append(name)
-        yield "parameters: R whole on every rank, S(d) in shards along dimension d"
-        for (placement, pattern), names in shared.items():
-            yield f"  {named(placement):4} {pattern}" + (f" ({len(names)})" if len(names) > 1 else "")
+            placed = " ".join(named(placement) for placement in placements[node])
+            shared[placed, pattern_of(name.removeprefix(self.prefix))].append(name)
+        axes = ", for each axis of the mesh" if len(self.costs) > 1 else ""
+        yield f"parameters: R whole on every rank, S(d) in shards along dimension d{axes}"
+        for (placed, pattern), names in shared.items():
+            yield f"  {placed:{5 * len(self.costs) - 1}} {pattern}" + (f" ({len(names)})" if len(names) > 1 else "")
 
     def _messages(self) -> Iterator[str]:
         """What ranks exchange, in sum, and the tensors that take the longest."""
         moves = self.moves()
-        inside = [rule for rule in self.plan.rules.values() if rule.exchange]
-        counts = Counter(move.kind for move in moves)
+        inside = [node for node in self.plan.divided.step.operators if node.target is exchange]
+        counts = Counter(one.kind for one in moves)
         told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        told += f" in {figures.seconds(sum(move.seconds for move in moves))}" if moves else "nothing between operators"
+        told += f" in {figures.seconds(sum(one.seconds for one in moves))}" if moves else "nothing between operators"
         yield f"ranks exchange {told}" + (f", and {len(inside)} statistics within operators" if inside else "")
-        for move in sorted(moves, key=lambda move: -move.seconds)[:SHOWN]:
-            yield f"  {figures.seconds(move.seconds):>9}  {move.kind} of {figures.size(move.nbytes)}: {move.reader}"
+        for one in sorted(moves, key=lambda one: -one.seconds)[:SHOWN]:
+            along = f" along axis {one.axis + 1}" if len(self.costs) > 1 else ""
+            size = figures.size(int(one.nbytes))
+            yield f"  {figures.seconds(one.seconds):>9}  {one.kind} of {size}{along}: {one.reader}"
+
+
+def _operator(node: fx.Node) -> str:
+    """The operator that a node computes, or the instruction that it is."""
+    if node.target is exchange:
+        return str(node.args[1])
+    return "another exchange" if node.target in (move, take_shard) else str(node.target)
 
 
 _KINDS = {
@@ -157,18 +177,28 @@ _KINDS = {
 """(whether the tensor was a sum, whether it becomes whole) -> collective."""
 
 
-def explain(model: nn.Module, *inputs: object, cluster: Cluster, settings: SplitSearch | None = None) -> ExplainedPlan:
+def explain(
+    model: nn.Module,
+    *inputs: object,
+    cluster: Cluster,
+    settings: SplitSearch | None = None,
+    mesh: Sequence[int] = (),
+) -> ExplainedPlan:
     """Trace the step of a model that returns its loss, and search how a host's ranks divide its operators.
 
     Args:
         inputs: a batch, for all ranks together; only shapes and data types are used.
         cluster: a host that `shoestring probe` measured, or that `costs.ring` assumes.
+        mesh: number of ranks along each axis of a mesh of the host's ranks; without it, they are one axis.
 
     Raises:
-        ConfigError: the model cannot be traced, or no plan fits into the memory.
+        ConfigError: the model cannot be traced, the mesh has not as many ranks, or no plan fits into the memory.
     """
     step, costs = trace(model, *inputs), GraphCosts.of(cluster)
-    book = RuleBook(costs.ranks)
-    plan = search(step, book, costs, settings)
-    usual = {name: search(step, book, costs, pinned=pinned) for name, pinned in fixed_plans(step).items()}
-    return ExplainedPlan(step, book, costs, plan, usual)
+    axes, line = costs.over(mesh or (costs.ranks,)), costs.over((costs.ranks,))
+    books = {ranks: RuleBook(ranks) for ranks in {costs.ranks, *mesh}}
+    plan = search_mesh(step, axes, settings, books=books)
+    usual = {name: search_mesh(step, line, None, pinned, books) for name, pinned in fixed_plans(step).items()}
+    if len(axes) > 1:
+        usual["operators split by the search, all ranks as one axis"] = search_mesh(step, line, settings, None, books)
+    return ExplainedPlan(step, books, axes, plan, usual)

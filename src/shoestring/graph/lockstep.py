@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from shoestring._torch import tree_leaves
 from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can_be, difference, divide, join
 from shoestring.graph.rules import RuleBook, signature
-from shoestring.graph.trace import JointTrace, arguments_of, inputs_of, outputs_of, tensors_of
+from shoestring.graph.trace import JointTrace, StepGraph, arguments_of, inputs_of, outputs_of, tensors_of
 
 aten = torch.ops.aten
 Plan = Mapping[fx.Node, ShardingRule]
@@ -178,7 +178,7 @@ def real_values(step: JointTrace, model: nn.Module, *inputs: Any) -> dict[fx.Nod
 
 
 def _run(interpreter: fx.Interpreter, step: JointTrace, values: Mapping[fx.Node, Tensor]) -> list[Tensor | None]:
-    inputs = [values[node] for node in step.module.graph.nodes if node.op == "placeholder"]
+    inputs = [values[node] for node in step.graph.nodes if node.op == "placeholder"]
     return list(interpreter.run(*inputs, enable_io_processing=False))
 
 
@@ -188,11 +188,11 @@ def run_whole(step: JointTrace, values: Mapping[fx.Node, Tensor]) -> list[Tensor
         return _run(fx.Interpreter(step.module), step, values)
 
 
-def run_divided(step: JointTrace, plan: Plan, values: Mapping[fx.Node, Tensor], ranks: int) -> list[Tensor | None]:
+def run_divided(step: StepGraph, plan: Plan, values: Mapping[fx.Node, Tensor], ranks: int) -> list[Tensor | None]:
     """Compute a step by a plan on all ranks; returns the same as `run_whole`."""
     placed = dict[fx.Node, list[tuple[list[Any], Placement]]]()
     with torch.no_grad():
-        for node in step.module.graph.nodes:
+        for node in step.graph.nodes:
             if node.op == "placeholder":
                 placement = plan[node].outputs[0]
                 placed[node] = [(divide(values[node], placement, ranks), placement)]
@@ -206,7 +206,7 @@ def run_divided(step: JointTrace, plan: Plan, values: Mapping[fx.Node, Tensor], 
                 computed = compute(node, rule, inputs)
                 columns = computed if sources else [[column[0]] * ranks for column in computed]
                 placed[node] = list(zip(columns, rule.outputs, strict=True))
-    outputs = next(node for node in step.module.graph.nodes if node.op == "output").args[0]
+    outputs = next(node for node in step.graph.nodes if node.op == "output").args[0]
     return [join(*placed[node][0]) if isinstance(node, fx.Node) else None for node in outputs]
 
 
@@ -215,7 +215,7 @@ def _moved(shards: list[Tensor], placement: Placement, to: Placement, ranks: int
     return shards if placement == to else divide(join(shards, placement), to, ranks)
 
 
-def random_plan(step: JointTrace, book: RuleBook, draw: random.Random) -> dict[fx.Node, ShardingRule]:
+def random_plan(step: StepGraph, book: RuleBook, draw: random.Random) -> dict[fx.Node, ShardingRule]:
     """A plan that takes any rule for each operator; only what was computed as a sum is taken as one."""
     plan = dict[fx.Node, ShardingRule]()
     placements = dict[fx.Node, Sequence[Placement]]()

@@ -3,7 +3,8 @@
 from typing import Final
 
 OPERATORS: Final = "operators"
-"""Mesh axis of the ranks that share the operators of a step; they work on the same samples."""
+"""Mesh axis of the ranks that share the operators of a step; they work on the same samples. Later axes of a mesh have
+its name with a number."""
 HELD_FACT: Final = "operators.held"
 """Bytes of the weights that this rank holds."""
 WHOLE_FACT: Final = "operators.whole"

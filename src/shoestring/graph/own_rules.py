@@ -1,4 +1,4 @@
-"""Rules that torch lacks: attention on a CPU, losses over a sharded batch, and BatchNorm over a sharded batch.
+"""Rules that torch lacks: attention on a CPU, losses and BatchNorm over a sharded batch, and what ranks exchange.
 
 A batch norm normalises by the mean and variance of the whole batch. Where the batch is sharded, the ranks exchange
 these statistics (Ioffe and Szegedy, 2015, over all ranks, which torch has as nn.SyncBatchNorm).
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.graph.placements import WHOLE, InnerExchange, OwnRules, ShardingRule
+from shoestring.graph.instructions import exchange, move, take_shard
+from shoestring.graph.placements import SUM, WHOLE, InnerExchange, OwnRules, Placement, ShardingRule
 
 aten = torch.ops.aten
 Computed = Generator[Tensor, Tensor, tuple[Tensor | None, ...]]
@@ -90,6 +91,26 @@ def _sharded_batch_norm_backward(op: Any, args: tuple[Any, ...], kwargs: Mapping
     return tuple(output if wanted else None for output, wanted in zip(outputs, mask, strict=True))
 
 
+def _move(x: Tensor, source: Placement, target: Placement, axis: int) -> Iterable[ShardingRule]:
+    """What ranks exchange along one axis of a mesh does not mix entries along other dimensions.
+
+    Along the same dimension it does: shards of shards would be joined in another order.
+    """
+    for dim in range(x.ndim):
+        if dim not in (source, target):
+            yield ShardingRule((dim,), (dim,))
+    yield ShardingRule((SUM,), (SUM,))
+
+
+def _take_shard(x: Tensor, dim: int, axis: int) -> Iterable[ShardingRule]:
+    return _move(x, WHOLE, dim, axis)
+
+
+def _exchange(*args: Any) -> Iterable[ShardingRule]:
+    """Numbers that ranks along one axis add up within an operator are computed alike along the others."""
+    return ()
+
+
 def _along(vector: Tensor, x: Tensor) -> Tensor:
     """One number for each channel, to be multiplied by x (N, C, …)."""
     return vector.reshape(1, -1, *[1] * (x.ndim - 2))
@@ -101,5 +122,8 @@ OWN: Mapping[Any, OwnRules] = {
     aten.nll_loss_forward.default: _loss,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    move: _move,
+    take_shard: _take_shard,
+    exchange: _exchange,
 }
 """Operator -> rules in addition to torch's, from the operator's arguments."""

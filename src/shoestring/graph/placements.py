@@ -95,6 +95,26 @@ def divide(tensor: Tensor, placement: Placement, ranks: int, noise: torch.Genera
     return [*parts, tensor - sum(parts)]
 
 
+def divide_over(tensor: Tensor, placements: Sequence[Placement], mesh: Sequence[int]) -> list[Tensor]:
+    """What each rank of a mesh has of a tensor with a placement along each axis; the last axis varies fastest.
+
+    Ranks along an axis divide what the axes before it leave to them, as with torch's DTensor.
+    """
+    parts = [tensor]
+    for placement, ranks in zip(placements, mesh, strict=True):
+        parts = [shard for part in parts for shard in divide(part, placement, ranks)]
+    return parts
+
+
+def join_over(shards: Sequence[Any], placements: Sequence[Placement], mesh: Sequence[int]) -> Any:
+    """The tensor of which the ranks of a mesh have these parts (`divide_over`); None if they have none."""
+    parts = list(shards)
+    for placement, ranks in reversed([*zip(placements, mesh, strict=True)]):
+        parts = [join(parts[first : first + ranks], placement) for first in range(0, len(parts), ranks)]
+    (whole,) = parts
+    return whole
+
+
 def join(shards: Sequence[Any], placement: Placement) -> Any:
     """The tensor of which ranks have these shards or summands; None if they have none."""
     if shards[0] is None:

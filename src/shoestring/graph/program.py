@@ -7,45 +7,24 @@ building new ones: into another order, with several tensors in one message (here
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shoestring.graph.costs import GraphCosts, is_view
+from shoestring.graph.costs import GraphCosts, axis_of, is_view
+from shoestring.graph.instructions import begin_move, end_move, exchange, move, take_shard
 from shoestring.graph.lockstep import local_arguments, local_operator
 from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule
-from shoestring.graph.trace import JointTrace, inputs_of, outputs_of
+from shoestring.graph.trace import StepGraph, inputs_of, outputs_of
 from shoestring.planning.simulate import Task
 
 LAUNCH = 5e-6
 """Seconds that an operator takes at least, however small its tensors are."""
-
-
-# The next four are instructions to whatever runs a program. torch.fx asks for functions as the targets of nodes.
-
-
-def begin_move(tensors: Sequence[Tensor], source: Placement, target: Placement) -> Any:
-    """Begin to move tensors from one placement to another, in one message; a rank gives what it has of them."""
-    raise NotImplementedError("a program's messages are run by `graph.running`")
-
-
-def end_move(message: Any) -> tuple[Tensor, ...]:
-    """Wait for a message; returns what a rank has of the moved tensors."""
-    raise NotImplementedError("a program's messages are run by `graph.running`")
-
-
-def take_shard(tensor: Tensor, dim: int) -> Tensor:
-    """A rank's shard of a tensor that every rank has."""
-    raise NotImplementedError("shards are taken by `graph.running`")
-
-
-def exchange(compute: Callable[..., Any], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute an operator whose ranks add up numbers within it: see `InnerExchange`."""
-    raise NotImplementedError("exchanges within operators are run by `graph.running`")
 
 
 @dataclass(frozen=True)
@@ -53,56 +32,118 @@ class RankProgram:
     """What one rank computes of a step, and how the step's inputs and outputs lie on the ranks."""
 
     graph: fx.Graph
-    ranks: int
-    inputs: tuple[Placement, ...]
-    """Placement of each placeholder."""
-    outputs: tuple[Placement, ...]
-    """Placement of each output."""
+    mesh: tuple[int, ...]
+    """Number of ranks along each axis."""
+    inputs: tuple[tuple[Placement, ...], ...]
+    """Placement of each placeholder along each axis."""
+    outputs: tuple[tuple[Placement, ...], ...]
+    """Placement of each output along each axis."""
 
     @property
     def messages(self) -> list[fx.Node]:
         """The nodes that begin messages, in order."""
         return [node for node in self.graph.nodes if node.target is begin_move]
 
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh)
+
 
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def rank_program(step: JointTrace, plan: Mapping[fx.Node, ShardingRule], ranks: int) -> RankProgram:
-    """The program of a rank for a step that is divided by a plan.
+def rank_program(step: StepGraph, plan: Mapping[fx.Node, ShardingRule], ranks: int) -> RankProgram:
+    """The program of a rank for a step that is divided by a plan: see `DividedStep.divided`."""
+    return DividedStep.whole(step).divided(plan, ranks).program()
 
-    Args:
-        plan: a rule for each operator, and for each placeholder one that has only an output.
 
-    Raises:
-        ValueError: the graph has other nodes than placeholders and operators, or the plan makes sums of whole tensors.
+@dataclass(frozen=True)
+class DividedStep:
+    """What one rank of a mesh computes of a step, as a step of its own, which can be divided along another axis.
+
+    What ranks along the axes so far exchange are operators of it (`instructions`), which have rules like others.
     """
-    building = _RankBuilding(plan, ranks)
-    placeholders, outputs = list[Placement](), list[Placement]()
-    for node in step.module.graph.nodes:
-        if node.op == "output":
-            results = list[Any]()
-            for result, (kind, name) in zip(node.args[0], step.nodes.outputs, strict=True):
-                gradient = kind == "gradient" and name in step.nodes.parameters
-                target = plan[step.nodes.parameters[name]].outputs[0] if gradient else WHOLE
-                outputs.append(target)
-                results.append(building.moved(result, target) if isinstance(result, fx.Node) else None)
-            building.graph.output(tuple(results))
-        elif node.op == "placeholder":
-            placeholders.append(plan[node].outputs[0])
-            building.add(node, building.graph.placeholder(node.name), plan[node].outputs)
-        elif node.op == "call_function":
-            building.call(node)
-        else:
-            raise ValueError(f"`{node.name}` is no operator, but a {node.op}")
-    return RankProgram(building.graph, ranks, tuple(placeholders), tuple(outputs))
+
+    step: StepGraph
+    mesh: tuple[int, ...]
+    inputs: tuple[tuple[Placement, ...], ...]
+    outputs: tuple[tuple[Placement, ...], ...]
+
+    @staticmethod
+    def whole(step: StepGraph) -> DividedStep:
+        """A step that is not divided yet."""
+        holders = [node for node in step.graph.nodes if node.op == "placeholder"]
+        return DividedStep(step, (), ((),) * len(holders), ((),) * len(step.nodes.outputs))
+
+    def divided(self, plan: Mapping[fx.Node, ShardingRule], ranks: int) -> DividedStep:
+        """The step divided once more, among the ranks along another axis, which varies fastest.
+
+        Args:
+            plan: a rule for each operator, and for each placeholder one that has only an output.
+
+        Raises:
+            ValueError: the graph has other nodes than placeholders and operators, or the plan makes sums of whole
+                tensors.
+        """
+        step, building = self.step, _RankBuilding(plan, ranks, len(self.mesh))
+        placeholders, outputs = list[Placement](), list[Placement]()
+        gradients = dict[str, fx.Node]()
+        for node in step.graph.nodes:
+            if node.op == "output":
+                results = list[Any]()
+                for result, (kind, name) in zip(node.args[0], step.nodes.outputs, strict=True):
+                    gradient = kind == "gradient" and name in step.nodes.parameters
+                    target = plan[step.nodes.parameters[name]].outputs[0] if gradient else WHOLE
+                    outputs.append(target)
+                    results.append(building.moved(result, target) if isinstance(result, fx.Node) else None)
+                    if gradient and results[-1] is not None:
+                        gradients[name] = results[-1]
+                building.graph.output(tuple(results))
+            elif node.op == "placeholder":
+                placeholders.append(plan[node].outputs[0])
+                building.add(node, building.graph.placeholder(node.name), plan[node].outputs)
+            elif node.op == "call_function":
+                building.call(node)
+            else:
+                raise ValueError(f"`{node.name}` is no operator, but a {node.op}")
+        local, nodes = building.local, step.nodes
+        return DividedStep(
+            StepGraph(
+                building.graph,
+                nodes._replace(
+                    parameters={name: local[node] for name, node in nodes.parameters.items()},
+                    buffers={name: local[node] for name, node in nodes.buffers.items()},
+                    inputs=[local[node] for node in nodes.inputs],
+                    tangents=[local[node] for node in nodes.tangents],
+                    gradients=gradients,
+                ),
+            ),
+            (*self.mesh, ranks),
+            tuple((*before, at) for before, at in zip(self.inputs, placeholders, strict=True)),
+            tuple((*before, at) for before, at in zip(self.outputs, outputs, strict=True)),
+        )
+
+    def placements(self, step: StepGraph) -> dict[fx.Node, tuple[Placement, ...]]:
+        """The placements of the placeholders of the step that was divided, along each axis."""
+        return dict(zip((node for node in step.graph.nodes if node.op == "placeholder"), self.inputs, strict=True))
+
+    def program(self) -> RankProgram:
+        """The program of a rank, with messages in place of moves."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.step.graph.nodes:
+            if node.target is move:
+                tensor, source, target, axis = node.args
+                copies[node] = add_message(graph, [copies[tensor]], (source, target, axis), [node.meta["val"]])[0]
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        return RankProgram(graph, self.mesh, self.inputs, self.outputs)
 
 
 class _RankBuilding:
     """A program that is being built: nodes of the step -> nodes of the program, and their placements."""
 
-    def __init__(self, plan: Mapping[fx.Node, ShardingRule], ranks: int) -> None:
-        self.plan, self.ranks, self.graph = plan, ranks, fx.Graph()
+    def __init__(self, plan: Mapping[fx.Node, ShardingRule], ranks: int, axis: int) -> None:
+        self.plan, self.ranks, self.axis, self.graph = plan, ranks, axis, fx.Graph()
         self.local = dict[fx.Node, fx.Node]()
         self.placements = dict[fx.Node, tuple[Placement, ...]]()
         self._moved = dict[tuple[fx.Node, Placement], fx.Node]()
@@ -124,8 +165,9 @@ class _RankBuilding:
             args, kwargs = local_arguments(node, rule, sources, self.ranks)
             if rule.exchange is None:
                 local = self.graph.call_function(local_operator(node), tuple(args), kwargs)
+                local.meta |= {key: value for key, value in node.meta.items() if key == "exchanged"}
             else:
-                call: tuple[Any, ...] = (rule.exchange.compute, node.target, tuple(args), kwargs)
+                call: tuple[Any, ...] = (rule.exchange.compute, node.target, tuple(args), kwargs, self.axis)
                 local = self.graph.call_function(exchange, call)
                 local.meta["exchanged"] = node, rule
             self.add(node, local, rule.outputs)
@@ -143,19 +185,23 @@ class _RankBuilding:
             if source == WHOLE:
                 if target == SUM:
                     raise ValueError(f"`{node.name}` is whole on every rank, and the plan reads it as a sum")
-                moved = self.graph.call_function(take_shard, (local, target))
+                moved = self.graph.call_function(take_shard, (local, target, self.axis))
             else:
-                (moved,) = add_message(self.graph, [local], source, target, [value])
+                moved = self.graph.call_function(move, (local, source, target, self.axis))
             moved.meta["val"] = value
             self._moved[node, target] = moved
         return self._moved[node, target]
 
 
 def add_message(
-    graph: fx.Graph, tensors: Sequence[fx.Node], source: Placement, target: Placement, values: Sequence[Any]
+    graph: fx.Graph, tensors: Sequence[fx.Node], how: Sequence[Any], values: Sequence[Any]
 ) -> list[fx.Node]:
-    """Add a message to a graph, begun and awaited; returns the moved tensors, which have these `values` as meta."""
-    begun = graph.call_function(begin_move, (tuple(tensors), source, target))
+    """Add a message to a graph, begun and awaited; returns the moved tensors, which have these `values` as meta.
+
+    Args:
+        how: both placements, and the axis of the mesh.
+    """
+    begun = graph.call_function(begin_move, (tuple(tensors), *how))
     begun.meta["val"] = None
     ended = graph.call_function(end_move, (begun,))
     ended.meta["val"] = tuple(values)
@@ -222,7 +268,7 @@ def _is_free(node: fx.Node) -> bool:
 def operator_seconds(node: fx.Node, costs: GraphCosts) -> float:
     """Seconds of an operator on a rank's own tensors."""
     if node.target is exchange:
-        return LAUNCH + costs.operator(*node.meta["exchanged"])
+        return LAUNCH + costs.along(axis_of(node)).operator(*node.meta["exchanged"])
     if node.target is take_shard:
         return LAUNCH + 2 * node.meta["val"].nbytes / costs.copy
     whole = ShardingRule((WHOLE,) * len(outputs_of(node)), (WHOLE,) * len(inputs_of(node)))
@@ -231,21 +277,18 @@ def operator_seconds(node: fx.Node, costs: GraphCosts) -> float:
 
 def message_seconds(begun: Iterable[fx.Node], costs: GraphCosts) -> float:
     """Seconds of a message with the tensors of several messages of one kind."""
-    nbytes, kinds = 0, set[tuple[Placement, Placement]]()
+    nbytes, kinds = 0, set[tuple[Any, ...]]()
     for node in begun:
-        _, source, target = node.args
-        assert isinstance(source, int) and isinstance(target, int)
-        kinds.add((source, target))
-        shards = costs.ranks if source >= 0 else 1
-        nbytes += sum(tensor.meta["val"].nbytes for tensor in inputs_of(node)) * shards
-    ((source, target),) = kinds
-    return costs.move(source, target, nbytes)
+        kinds.add(node.args[1:])
+        nbytes += sum(tensor.meta["val"].nbytes for tensor in inputs_of(node))
+    ((source, target, number),) = kinds
+    axis = costs.along(number)
+    return axis.move(source, target, nbytes * (axis.ranks if source >= 0 else 1))
 
 
-def message_kind(begun: fx.Node) -> tuple[Any, Any, torch.dtype]:
-    """What messages must share to be one: both placements, and the type of their tensors."""
-    _, source, target = begun.args
-    return source, target, inputs_of(begun)[0].meta["val"].dtype
+def message_kind(begun: fx.Node) -> tuple[Any, ...]:
+    """What messages must share to be one: both placements, the axis, and the type of their tensors."""
+    return *begun.args[1:], inputs_of(begun)[0].meta["val"].dtype
 
 
 def in_program_order(program: RankProgram, groups: Sequence[Sequence[fx.Node]]) -> RankProgram:
@@ -262,7 +305,7 @@ def in_program_order(program: RankProgram, groups: Sequence[Sequence[fx.Node]]) 
             ordering.emit_together(group)
     (output,) = [node for node in program.graph.nodes if node.op == "output"]
     ordering.emit(output)
-    return RankProgram(ordering.graph, program.ranks, program.inputs, program.outputs)
+    return RankProgram(ordering.graph, program.mesh, program.inputs, program.outputs)
 
 
 class _Ordering:
@@ -301,8 +344,7 @@ class _Ordering:
     def emit_together(self, begun: Sequence[fx.Node]) -> None:
         """Copy several messages as one."""
         tensors = [self.emit(tensor) for node in begun for tensor in inputs_of(node)]
-        _, source, target = begun[0].args
-        joint, values = self.graph.call_function(begin_move, (tuple(tensors), source, target)), list[Any]()
+        joint, values = self.graph.call_function(begin_move, (tuple(tensors), *begun[0].args[1:])), list[Any]()
         for node in begun:
             (end,) = node.users
             self.copies[node], self._joined[end] = joint, (joint, len(values))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,11 @@ from torch import Tensor, fx
 
 from shoestring._torch import all_gather_single, reduce_scatter_single
 from shoestring.core.trace import span
-from shoestring.graph.lockstep import divide, join, sum_together
-from shoestring.graph.placements import SUM, WHOLE, Placement
-from shoestring.graph.program import RankProgram, begin_move, end_move, exchange, take_shard
+from shoestring.graph.costs import axis_of
+from shoestring.graph.instructions import begin_move, end_move, exchange, take_shard
+from shoestring.graph.lockstep import sum_together
+from shoestring.graph.placements import SUM, WHOLE, Placement, divide, divide_over, join, join_over
+from shoestring.graph.program import RankProgram
 
 
 def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor | None]:
@@ -28,7 +31,8 @@ def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor 
     Returns:
         The step's outputs, whole.
     """
-    ranks, placed = range(program.ranks), iter(zip(values, program.inputs, strict=True))
+    mesh, ranks = program.mesh, range(program.ranks)
+    placed = iter(zip(values, program.inputs, strict=True))
     columns = dict[fx.Node, list[Any]]()
 
     def arguments(node: fx.Node, rank: int) -> tuple[Any, Any]:
@@ -37,31 +41,58 @@ def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor 
     with torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                columns[node] = divide(*next(placed), program.ranks)
+                columns[node] = divide_over(*next(placed), mesh)
                 continue
             calls = [arguments(node, rank) for rank in ranks]
             if node.op == "output":
                 rows = zip(*(args[0] for args, _ in calls), strict=True)
-                return [join(row, to) for row, to in zip(rows, program.outputs, strict=True)]
+                return [join_over(row, to, mesh) for row, to in zip(rows, program.outputs, strict=True)]
             if node.target is begin_move:
                 columns[node] = [args for args, _ in calls]
             elif node.target is end_move:
                 begun = [args[0] for args, _ in calls]
-                _, source, target = begun[0]
-                rows = zip(*(tensors for tensors, _, _ in begun), strict=True)  # a tensor's parts on all ranks
-                columns[node] = [*zip(*(divide(join(row, source), target, program.ranks) for row in rows), strict=True)]
+                columns[node] = _together(begun, mesh, begun[0][-1], _moved)
             elif node.target is take_shard:
-                columns[node] = [divide(args[0], args[1], program.ranks)[rank] for rank, (args, _) in enumerate(calls)]
+                taken = [args for args, _ in calls]
+                columns[node] = _together(taken, mesh, axis_of(node), _own_shards)
             elif node.target is exchange:
-                columns[node] = sum_together([_computation(args, program.ranks) for args, _ in calls])
+                exchanged = [args for args, _ in calls]
+                columns[node] = _together(exchanged, mesh, axis_of(node), _summed)
             else:
                 function: Any = node.target
                 columns[node] = [function(*args, **kwargs) for args, kwargs in calls]
     raise ValueError("the program has no output")
 
 
+def _together(
+    calls: Sequence[Any], mesh: Sequence[int], axis: int, work: Callable[[Sequence[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Let the ranks along each line of an axis work together on their arguments; returns each rank's result."""
+    results, stride = [None] * len(calls), math.prod(mesh[axis + 1 :])
+    for first in range(len(calls)):
+        if first // stride % mesh[axis] == 0:
+            line = range(first, first + stride * mesh[axis], stride)
+            for rank, result in zip(line, work([calls[rank] for rank in line]), strict=True):
+                results[rank] = result
+    return results
+
+
+def _moved(begun: Sequence[Any]) -> list[Any]:
+    _, source, target, _ = begun[0]
+    rows = zip(*(tensors for tensors, *_ in begun), strict=True)  # a tensor's parts on all ranks
+    return [*zip(*(divide(join(row, source), target, len(begun)) for row in rows), strict=True)]
+
+
+def _own_shards(taken: Sequence[Any]) -> list[Tensor]:
+    return [divide(tensor, dim, len(taken))[place] for place, (tensor, dim, _) in enumerate(taken)]
+
+
+def _summed(exchanged: Sequence[Any]) -> list[Any]:
+    return sum_together([_computation(args, len(exchanged)) for args in exchanged])
+
+
 def _computation(args: Sequence[Any], ranks: int) -> Any:
-    compute, op, inner, kwargs = args
+    compute, op, inner, kwargs, _ = args
     return compute(op, inner, kwargs, ranks)
 
 
@@ -84,18 +115,22 @@ class MessageTotals:
 
 
 def run_rank(
-    program: RankProgram, values: Sequence[Tensor], group: dist.ProcessGroup, traffic: MessageTotals | None = None
+    program: RankProgram,
+    values: Sequence[Tensor],
+    groups: Sequence[dist.ProcessGroup],
+    traffic: MessageTotals | None = None,
 ) -> list[Tensor | None]:
-    """Run a program on this rank of a process group. A collective.
+    """Run a program on this rank of a mesh. A collective.
 
     Args:
         values: what this rank has of the step's inputs, in the order of the placeholders.
+        groups: this rank's group along each axis of the mesh.
         traffic: counts what the rank exchanges.
 
     Returns:
         What this rank has of the step's outputs.
     """
-    index, left, env = dist.get_rank(group), iter(values), dict[fx.Node, Any]()
+    left, env = iter(values), dict[fx.Node, Any]()
     traffic = traffic or MessageTotals()
     uses = {node: len(node.users) for node in program.graph.nodes}
     with torch.no_grad():
@@ -106,13 +141,16 @@ def run_rank(
             elif node.op == "output":
                 return list(args[0])
             elif node.target is begin_move:
-                env[node] = _Message(args[0], args[1], args[2], group)
+                tensors, source, target, axis = args
+                env[node] = _Message(tensors, source, target, groups[axis])
             elif node.target is end_move:
                 env[node] = args[0].ended(traffic)
             elif node.target is take_shard:
-                env[node] = divide(args[0], args[1], program.ranks)[index]
+                tensor, dim, axis = args
+                env[node] = divide(tensor, dim, program.mesh[axis])[dist.get_rank(groups[axis])]
             elif node.target is exchange:
-                env[node] = _sum_over(_computation(args, program.ranks), group, traffic)
+                group = groups[args[-1]]
+                env[node] = _sum_over(_computation(args, group.size()), group, traffic)
             else:
                 function: Any = node.target
                 env[node] = function(*args, **kwargs)

@@ -27,7 +27,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.graph.costs import GraphCosts, flop_of, saved_tensors
 from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can_be
 from shoestring.graph.rules import RuleBook
-from shoestring.graph.trace import JointTrace, inputs_of, neighbourhoods, producer_of
+from shoestring.graph.trace import StepGraph, inputs_of, neighbourhoods, producer_of
 
 DEPTH = 2
 """Steps up to which neighbourhoods must be equal for operators to decide together."""
@@ -43,17 +43,20 @@ class SplitSearch:
         merge: whether operators in equal neighbourhoods decide together, light ones follow, and vectors stay whole.
         memory: bytes that parameters, gradients, optimizer state and saved activations of a rank may take.
         seconds: time after which the solver returns the best plan so far.
+        usual: whether the usual ways to train are tried along the earlier axes of a mesh, beside what is found there.
     """
 
     merge: bool = True
     memory: float = math.inf
     seconds: float = 60.0
+    usual: bool = True
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """How a step is divided."""
+    """How a step is divided along one axis of a mesh."""
 
+    ranks: int
     rules: Mapping[fx.Node, ShardingRule]
     """The rule of each operator; of a placeholder only the placement of its output."""
     objective: float
@@ -73,7 +76,7 @@ class GraphPlan:
 
 
 def search(
-    step: JointTrace,
+    step: StepGraph,
     book: RuleBook,
     costs: GraphCosts,
     settings: SplitSearch | None = None,
@@ -93,6 +96,7 @@ def search(
     built = time.perf_counter()
     chosen = program.solve(settings)
     return GraphPlan(
+        book.ranks,
         {node: program.rules[node][chosen[program.classes[node]]] for node in program.deciders},
         program.objective,
         program.memory_of(chosen),
@@ -120,7 +124,7 @@ class _Flow:
 class _Program:
     """The integer program of a step."""
 
-    def __init__(self, step: JointTrace, book: RuleBook, costs: GraphCosts, pinned: Pinned, *, merge: bool) -> None:
+    def __init__(self, step: StepGraph, book: RuleBook, costs: GraphCosts, pinned: Pinned, *, merge: bool) -> None:
         self.step, self.costs = step, costs
         self.deciders = [node for node in step.tensors if node.target is not operator.getitem]
         self.names = {node: name for name, node in step.nodes.parameters.items()}
@@ -339,7 +343,7 @@ def _reader(slot: int) -> Callable[[ShardingRule], Placement]:
     return (lambda rule: rule.outputs[0]) if slot < 0 else (lambda rule: rule.inputs[slot])
 
 
-def fixed_plans(step: JointTrace) -> dict[str, Pinned]:
+def fixed_plans(step: StepGraph) -> dict[str, Pinned]:
     """The usual ways to train, as placements of parameters and of the batch: the search must never be worse."""
     dims = {name: node.meta["val"].ndim for name, node in step.nodes.parameters.items()}
 

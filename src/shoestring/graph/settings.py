@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -51,6 +53,10 @@ class Split(Feature):
     gib: float = 0.0
     """Memory of a rank in GiB for weights, gradients, optimizer state and saved activations. Less memory makes the
     search divide more tensors. 0 allows all memory of a rank's device that `cluster` states."""
+    mesh: tuple[int, ...] = ()
+    """Numbers of ranks along the axes of a mesh, such as `[2, 2]`: tensors can then be divided along several dimensions
+    at once, which may fit where their sizes are no multiples of all ranks. The last axis has neighbours. Without it,
+    all ranks are one axis."""
     order: Literal["searched", "traced"] = "searched"
     """Order of operators and messages in a rank's program: `searched` lets messages travel while the rank computes, in
     tiles where that pays, and takes some seconds at the start; with `traced`, a rank begins each message when it needs
@@ -60,7 +66,7 @@ class Split(Feature):
 
     @property
     def over(self) -> tuple[str, ...]:
-        return (names.OPERATORS,)
+        return (names.OPERATORS, *(f"{names.OPERATORS}_{axis}" for axis in range(2, len(self.mesh) + 1)))
 
     def arrange(self, world: World) -> World:
         if world.hosts > 1:
@@ -69,7 +75,17 @@ class Split(Feature):
                 hint="use [parallel.pipeline] or [parallel.ddp] across hosts",
             )
         ranks = world.ranks_over([LOCAL])
-        return world if ranks == 1 else world.split(LOCAL, names.OPERATORS, ranks)
+        if ranks == 1 and (not self.mesh or names.OPERATORS in world.axes):
+            return world
+        if self.mesh and (math.prod(self.mesh) != ranks or min(self.mesh) < 2):
+            raise ConfigError(
+                f"`{self.name}.mesh` has {_shape(self.mesh)} ranks, and a host has {ranks}",
+                hint="each axis has at least two ranks, and their product is the number of ranks of a host",
+            )
+        world = world.split(LOCAL, names.OPERATORS, ranks)
+        for place, axis in enumerate(self.over[1:], start=1):
+            world = world.split(self.over[place - 1], axis, math.prod(self.mesh[place:]))
+        return world
 
     def check(self, attachments: Attachments) -> None:
         from shoestring.graph.choosing import check
@@ -91,8 +107,9 @@ class Split(Feature):
         if plan is None:
             return f"over {ranks} ranks; the plan is searched when the run starts"
         return (
-            f"{plan.operators:,} operators over {ranks} ranks, {plan.sharded} of {plan.parameters} parameters in "
-            f"shards; {seconds(plan.seconds)} a step and {memory(int(plan.memory))} of a rank are predicted"
+            f"{plan.operators:,} operators over {_shape(self.mesh or (ranks,))} ranks, {plan.sharded} of "
+            f"{plan.parameters} parameters in shards; {seconds(plan.seconds)} a step and {memory(int(plan.memory))} "
+            "of a rank are predicted"
         )
 
     def reduction(self, trace: Trace) -> Reduction | None:
@@ -119,3 +136,7 @@ class Split(Feature):
             f"{int(facts[names.MESSAGES_FACT])} messages for each micro-batch."
         )
         return [Table(title="Split operators", head=("", "predicted", "measured"), rows=rows, note=note)]
+
+
+def _shape(mesh: Sequence[int]) -> str:
+    return " × ".join(map(str, mesh))

@@ -53,7 +53,7 @@ def regions_of(begun: fx.Node, book: RuleBook, products: int) -> Iterator[Region
         products: number of matrix products on each path before and behind the message that are tiled with it.
     """
     tensor, moved = inputs_of(begun)[0], moved_tensor(begun)
-    _, source, target = begun.args
+    _, source, target, _ = begun.args
     for axis, size in enumerate(moved.meta["val"].shape):
         if axis not in (source, target) and size and size % book.ranks == 0:
             growing = _Growing(book, moved, axis)
@@ -148,7 +148,7 @@ def tiled(program: RankProgram, regions: Sequence[Region]) -> RankProgram:
     tiling = _Tiling(regions)
     for node in program.graph.nodes:
         tiling.emit(node)
-    return RankProgram(tiling.graph, program.ranks, program.inputs, program.outputs)
+    return RankProgram(tiling.graph, program.mesh, program.inputs, program.outputs)
 
 
 class _Tiling:
@@ -193,11 +193,9 @@ class _Tiling:
         self._pieces[node] = pieces, rule.outputs, region
 
     def _message(self, node: fx.Node, region: Region) -> None:
-        _, source, target = node.args
-        assert isinstance(source, int) and isinstance(target, int)
         pick, tensors = moved_tensor(node), self._tiles(inputs_of(node)[0], region.axis, region)
         value = local_value(pick.meta["val"], (region.axis,), region.tiles)
-        pieces = [add_message(self.graph, [tensor], source, target, [value])[0] for tensor in tensors]
+        pieces = [add_message(self.graph, [tensor], node.args[1:], [value])[0] for tensor in tensors]
         self._pieces[pick] = pieces, (region.axis,), region
 
     def _tiles(self, tensor: fx.Node, axis: Placement, region: Region) -> list[fx.Node]:

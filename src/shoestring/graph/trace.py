@@ -25,32 +25,28 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class JointTrace:
+class StepGraph:
     """The graph of a training step, with what its placeholders stand for."""
 
-    module: fx.GraphModule
+    graph: fx.Graph
     nodes: JointNodes
-    seconds: float
-    """Seconds that tracing took."""
-    dynamo: bool
-    """Whether the forward pass could only be captured by torch's analysis of bytecode."""
 
     @cached_property
     def operators(self) -> tuple[fx.Node, ...]:
         """The operators that compute tensors, in order; picking one of several outputs is none."""
-        calls = (node for node in self.module.graph.nodes if node.op == "call_function")
+        calls = (node for node in self.graph.nodes if node.op == "call_function")
         return tuple(node for node in calls if node.target is not operator.getitem and tensors_of(node))
 
     @cached_property
     def tensors(self) -> tuple[fx.Node, ...]:
         """The placeholders and operators, in order, and the picks of one of several outputs."""
-        return tuple(node for node in self.module.graph.nodes if node.op != "output" and tensors_of(node))
+        return tuple(node for node in self.graph.nodes if node.op != "output" and tensors_of(node))
 
     @cached_property
     def backward(self) -> frozenset[fx.Node]:
         """The nodes of the backward pass: all that depend on the gradient of the loss."""
         later = set(self.nodes.tangents)
-        for node in self.module.graph.nodes:
+        for node in self.graph.nodes:
             if any(source in later for source in node.all_input_nodes):
                 later.add(node)
         return frozenset(later)
@@ -58,7 +54,7 @@ class JointTrace:
     @cached_property
     def results(self) -> tuple[fx.Node, ...]:
         """What the step returns beside gradients: the loss, and the new values of buffers."""
-        output = next(node for node in self.module.graph.nodes if node.op == "output")
+        output = next(node for node in self.graph.nodes if node.op == "output")
         gradients = set(self.nodes.gradients.values())
         return tuple(node for node in output.args[0] if isinstance(node, fx.Node) and node not in gradients)
 
@@ -76,6 +72,17 @@ class JointTrace:
         """What a parameter is to its layer, the same in equal layers; empty for vectors, such as weights of norms."""
         matrix = self.nodes.parameters[name].meta["val"].ndim > 1
         return pattern_of(name) if matrix else ""
+
+
+@dataclass(frozen=True)
+class JointTrace(StepGraph):
+    """The graph of a step as it was traced, which one rank can run."""
+
+    module: fx.GraphModule
+    seconds: float
+    """Seconds that tracing took."""
+    dynamo: bool
+    """Whether the forward pass could only be captured by torch's analysis of bytecode."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def trace(model: nn.Module, *inputs: Any) -> JointTrace:
     nodes = nodes_of_joint(module.graph)
     if not nodes.gradients:
         raise ConfigError("the loss depends on no trained parameter", hint="the traced module must return its loss")
-    return JointTrace(module, nodes, time.perf_counter() - began, dynamo)
+    return JointTrace(module.graph, nodes, module, time.perf_counter() - began, dynamo)
 
 
 def _untraceable(error: Exception) -> ConfigError:

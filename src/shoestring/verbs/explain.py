@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from shoestring._torch import tree_map_only, without_data
 from shoestring.core.task import Batch, sum_and_count
 from shoestring.core.world import World
+from shoestring.graph import Split
+from shoestring.graph.choosing import GIB
 from shoestring.graph.explain import explain
 from shoestring.graph.search import SplitSearch
 from shoestring.memory.predicted import device_type
@@ -43,7 +45,8 @@ class _Step(nn.Module):
 def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     """Trace a step of a run's model on a micro-batch for all ranks of a host, and describe how they would divide it.
 
-    The features of the run are left out. Nothing is computed and no ranks are started; data is opened as for the run.
+    The features of the run are left out, but for the mesh and memory of [graph.split]. Nothing is computed and no
+    ranks are started; data is opened as for the run.
 
     Args:
         cluster: path of the file that `shoestring probe` wrote on that host.
@@ -85,9 +88,12 @@ def _explained(run: Run, code: UserCode, data: DataSets, cluster: Cluster, rules
     with without_data():
         step, inputs = _Step(with_fake_tensors(model, device), code), tree_map_only(Tensor, fake, batch)
     room = min(one.memory for one in cluster.devices)
-    explained = explain(step.train(), inputs, cluster=cluster, settings=SplitSearch(memory=room or float("inf")))
+    split = next((feature for feature in run.features if isinstance(feature, Split)), Split())
+    memory = split.gib * GIB or room or float("inf")
+    explained = explain(step.train(), inputs, cluster=cluster, settings=SplitSearch(memory=memory), mesh=split.mesh)
     explained = replace(explained, prefix="model.")
-    yield f"{samples} samples on {explained.costs.ranks} ranks of a host, without the features of the run"
+    ranks = " × ".join(str(axis.ranks) for axis in explained.costs)
+    yield f"{samples} samples on {ranks} ranks of a host, without the features of the run"
     yield from explained.lines()
     yield ""
-    yield from describe_bits(explained.step.module.graph, rules)
+    yield from describe_bits(explained.step.graph, rules)
