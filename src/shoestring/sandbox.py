@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from shoestring import figures
 from shoestring.confined import LimitError
+from shoestring.lifetime import end_with
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,7 @@ def _serve(
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), *_ZEROS)
-    if os.getppid() != parent:
-        _exit(1)
+    end_with(parent)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
@@ -231,7 +230,7 @@ class _UnconfinedError(Exception):
     """The process can do more than it should."""
 
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 1, 38, 22, 2
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _ZEROS = (ctypes.c_ulong(0),) * 3
 _PROT_READ = 1
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

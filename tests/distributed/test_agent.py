@@ -16,9 +16,10 @@ from tests.rigs.lab_run import LabRun, environment
 # A worker says when it is there, and holds the pipe open for as long as it lives.
 WORKER = """
 import os, signal, sys
+from shoestring import lifetime
 from shoestring.distributed import join
 if sys.argv[1] == "watched":
-    join._killed_with_parent = lambda: False
+    lifetime._told_by_kernel = lambda number: False
 join.end_with_agent()
 os.write(1, f"{os.getpid()}\\n".encode())
 if sys.argv[1] == "stopped":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +17,10 @@ from shoestring._torch import own_device
 from shoestring.core.errors import PeerError, WorldError
 from shoestring.core.world import World
 from shoestring.distributed.rendezvous import Membership, register
+from shoestring.lifetime import end_with
 
 OWN_RUN = "shoestring-agent-"
 """Prefix of the run id that `launch` passes to torchrun's agent; the agent's process id follows the prefix."""
-_PARENT_DEATH_SIGNAL = 1  # the constant PR_SET_PDEATHSIG of linux/prctl.h
-_POLL = 0.5  # seconds between checks that the agent is alive, on systems without PR_SET_PDEATHSIG
 
 
 @contextmanager
@@ -84,26 +80,7 @@ def end_with_agent() -> None:
     # have ended while this process imported torch. Other launchers may put any number there, such as a Slurm job id.
     before, own, number = os.environ["TORCHELASTIC_RUN_ID"].partition(OWN_RUN)
     agent = int(number) if own and not before and number.isdecimal() else os.getppid()
-    if not _killed_with_parent():
-        threading.Thread(target=_watch, args=(agent,), name="watch-agent", daemon=True).start()
-    if os.getppid() != agent:  # the agent ended before this process could watch it
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _killed_with_parent() -> bool:
-    """Ask the kernel to kill this process when its parent ends; returns False if the kernel cannot do so, as on systems
-    other than Linux."""
-    try:
-        return ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0) == 0
-    except (OSError, AttributeError):
-        return False
-
-
-def _watch(agent: int) -> None:
-    """Kill this process as soon as the agent is no longer its parent, which means that the agent has ended."""
-    while os.getppid() == agent:
-        time.sleep(_POLL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    end_with(agent)
 
 
 def _rendezvous(timeout: float) -> Membership:

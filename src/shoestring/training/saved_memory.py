@@ -14,8 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +30,7 @@ from shoestring import figures
 from shoestring.core.feature import Feature, Table, arrange_mesh, resolve_all, splits_replicas
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
+from shoestring.lifetime import end_after
 from shoestring.memory import Budget
 from shoestring.memory.fact_names import KIND_FACT
 from shoestring.memory.predicted import is_predicted, predict
@@ -184,20 +183,14 @@ def _outline(model: NamedModel, from_data: Mapping[str, Any]) -> nn.Module:
         return model.build(from_data, weights=False)
 
 
-def _end_with(parent: int) -> None:
-    """End this process and those that it has forked when the run is killed, which cannot end them itself then."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(0, signal.SIGKILL)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Read a run file from standard input, and print the prediction for it as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks of the run")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process with which this one ends")
     chosen = parser.parse_args(arguments)
-    threading.Thread(target=_end_with, args=(chosen.parent,), daemon=True).start()
+    # A run that is killed cannot end this process and those that it forks.
+    end_after(chosen.parent, lambda: os.killpg(0, signal.SIGKILL))
     run = parse(tomllib.loads(sys.stdin.read()))
     _outline(model_of(run), model_arguments(run))  # before forking, imports what all forked processes need
     with ProcessPoolExecutor(len(saving(run.features)) + 1, multiprocessing.get_context("fork")) as pool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import IO, Any
 
 from shoestring.core.errors import NonFiniteError
 from shoestring.forking import ForkServer
+from shoestring.lifetime import end_with
 from shoestring.report import history_file
 from shoestring.storage.foreign import parse_json
 from shoestring.storage.guarded import open_regular
@@ -25,8 +25,6 @@ LOG = "trial.log"
 _LONGEST = 1 << 20
 """Maximum bytes of a row of metrics, and of the end of a log that is read."""
 _MOST_STEPS = 1 << 62
-SIGKILL_WITH_PARENT = (1, signal.SIGKILL, 0, 0, 0)
-"""Arguments of prctl that make the kernel send SIGKILL when the parent ends; PR_SET_PDEATHSIG is 1."""
 
 
 class TrialServer:
@@ -72,9 +70,7 @@ def begin(server: int, called: str, *arguments: Any) -> None:
     The kernel kills this process when its server ends, and the server ends together with its worker. The process of a
     trial therefore never trains at the same time as another process that resumes the trial.
     """
-    ctypes.CDLL(None).prctl(*SIGKILL_WITH_PARENT)
-    if os.getppid() != server:  # the server ended before prctl took effect
-        sys.exit(1)
+    end_with(server)
     os.setsid()
     module, _, name = called.partition(":")
     sys.exit(getattr(import_module(module), name)(*arguments))

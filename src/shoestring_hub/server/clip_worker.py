@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -17,6 +16,7 @@ from types import FrameType
 from django.conf import settings
 from django.db import DatabaseError, close_old_connections, connections
 
+from shoestring.lifetime import end_with
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 from shoestring_hub.server import chunks, clip_files, clip_queue, media
@@ -27,7 +27,6 @@ POLL = 1.0
 """Seconds between looks at an empty queue, and until a worker that has ended is replaced."""
 RENEW = 3.0
 """Seconds between extensions of a lease."""
-_PARENT_DEATH_SIGNAL = 1  # the constant PR_SET_PDEATHSIG of linux/prctl.h
 
 
 class LeaseLostError(Exception):
@@ -155,9 +154,8 @@ def _fork(run: Callable[[], None]) -> int:
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() == parent:  # otherwise the parent ended before prctl took effect
-            run()
+        end_with(parent, signal.SIGTERM)
+        run()
     except SystemExit:
         pass
     except BaseException:

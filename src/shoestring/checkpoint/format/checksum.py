@@ -11,12 +11,12 @@ import json
 import mmap
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from shoestring.lifetime import end_after
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,16 +73,9 @@ def answers(requests: Iterable[str]) -> Iterator[str]:
         yield json.dumps(answer)
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent ends. This process's standard input may stay open, if other children of the
-    parent hold the pipe."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    # Standard input may stay open when the parent ends, if other children of it hold the pipe.
+    end_after(os.getppid(), lambda: os._exit(0))
     with suppress(BrokenPipeError):
         for answer in answers(sys.stdin):
             print(answer, flush=True)
