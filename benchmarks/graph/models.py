@@ -220,3 +220,9 @@ CASES: dict[str, Case] = {
     "resnet50": resnet_case(64, 224, 1000),
 }
 """Models of the usual shapes, which are only traced."""
+FEW_LAYERS: dict[str, Case] = {
+    "gpt2": text_case(gpt, Shape(2)),
+    "llama2": replace(text_case(llama, Shape(2)), real_weights=True),
+    "vit2": vit_case(replace(_VIT_S, layers=2), 224),
+}
+"""Two layers of them."""
