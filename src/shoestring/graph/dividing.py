@@ -77,6 +77,7 @@ class SplitStep:
         self.traced, self.plan, self.program = traced, plan, program
         self.group, self.groups = world.group(axes), [group for axis in axes if (group := world.group([axis]))]
         self.mesh, self.ranks, self.index = mesh[axes], program.ranks, world.index_over(axes)
+        world.mesh_over(axes)  # torch then gathers what several axes divide in one message
         self.traffic = MessageTotals()
         self.stepped: dict[str, DTensor] = {}
         """Name of a parameter -> what this rank has of it, which the optimizer steps."""
