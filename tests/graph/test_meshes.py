@@ -10,6 +10,7 @@ from torch import nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.graph.costs import GraphCosts, ring
+from shoestring.graph.explain import explain
 from shoestring.graph.lockstep import difference, real_values, run_whole
 from shoestring.graph.meshes import search_mesh
 from shoestring.graph.placements import SUM, WHOLE, divide_over, join_over
@@ -81,6 +82,25 @@ def test_one_axis_is_searched_as_without_a_mesh(narrow):
     step, book = narrow[0], RuleBook(2)
     costs = GraphCosts.of(ring(2, **LINKS))
     assert search_mesh(step, costs.over((2,))).objective == search(step, book, costs).objective
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(8, 8), torch.arange(8.0)
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_constants_stay_whole_in_plans_that_are_explained(mesh):
+    """Training by such a plan is refused."""
+    host = ring(4, latency=1e-9, bandwidth=1e12, flops=1e6, copy=1e6)
+    explained = explain(WithLoss(Scaled()), torch.randn(8, 8), torch.randint(8, (8,)), cluster=host, mesh=mesh)
+    constants = [node for node in explained.step.graph.nodes if node.op == "get_attr"]
+    assert constants and all(explained.plan.axes[0].rules[node].outputs == (WHOLE,) for node in constants)
+    assert any("in the order found" in line for line in explained.lines())
 
 
 @pytest.mark.slow

@@ -96,11 +96,7 @@ class ExplainedPlan:
 
     def _schedule(self) -> Iterator[str]:
         """What another order of messages, tiles and fused messages would gain."""
-        try:
-            one = self.overlapped
-        except ValueError as error:
-            yield f"schedule: none, because {error}"
-            return
+        one = self.overlapped
         rows = (
             (one.serial, "one after the other"),
             (one.traced, f"in the traced order; {figures.seconds(one.exposed_traced)} of exposed communication"),

@@ -82,8 +82,7 @@ class DividedStep:
             plan: a rule for each operator, and for each placeholder one that has only an output.
 
         Raises:
-            ValueError: the graph has other nodes than placeholders and operators, or the plan makes sums of whole
-                tensors.
+            ValueError: the plan makes sums of whole tensors.
         """
         step, building = self.step, _RankBuilding(plan, ranks, len(self.mesh))
         placeholders, outputs = list[Placement](), list[Placement]()
@@ -102,10 +101,10 @@ class DividedStep:
             elif node.op == "placeholder":
                 placeholders.append(plan[node].outputs[0])
                 building.add(node, building.graph.placeholder(node.name), plan[node].outputs)
-            elif node.op == "call_function":
-                building.call(node)
+            elif node.op == "get_attr":  # a constant, which every rank has
+                building.add(node, building.graph.create_node("get_attr", node.target), plan[node].outputs)
             else:
-                raise ValueError(f"`{node.name}` is no operator, but a {node.op}")
+                building.call(node)
         local, nodes = building.local, step.nodes
         return DividedStep(
             StepGraph(
