@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -91,9 +92,9 @@ def changed(program, how):
     return overlap(program, axes(program.mesh)[-1], rounds=5).program if how == "order" else program
 
 
-def off_by(*, model: str, plan: int | str, how: str, mesh: tuple[int, ...] = ()) -> dict:
+def off_by(*, model: str, plan: int | str, how: str, mesh: Sequence[int]) -> dict:
     """Run a program on this rank of a process group: the largest difference of its outputs from those of one rank."""
-    mesh, rank = mesh or (dist.get_world_size(),), dist.get_rank()
+    mesh, rank = tuple(mesh), dist.get_rank()
     groups = [axis.get_group() for axis in map(device_mesh(mesh).__getitem__, AXES[: len(mesh)])]
     step, values, inputs = traced(model)
     program = changed(program_of(step, mesh, plan), how)
