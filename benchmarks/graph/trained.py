@@ -130,7 +130,7 @@ def rows() -> list[Bar]:
     return [
         Bar(
             f"graph.trained-{model}-{other}",
-            f"seconds of a step by the searched plan over {told}'s, two ranks of a host; {MODELS[model][0]}",
+            f"seconds of a step by the searched plan over one of {told}, two ranks of a host; {MODELS[model][0]}",
             "<=",
             1.0,
             partial(gain, model, other),

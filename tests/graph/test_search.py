@@ -8,10 +8,11 @@ from torch import nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.graph.costs import GraphCosts, ring, saved_tensors
+from shoestring.graph.descent import Descent
 from shoestring.graph.lockstep import difference, real_values, run_divided, run_whole
 from shoestring.graph.placements import SUM, WHOLE
 from shoestring.graph.rules import RuleBook
-from shoestring.graph.search import SplitSearch, fixed_plans, search
+from shoestring.graph.search import SplitSearch, _Program, fixed_plans, search
 from shoestring.graph.trace import trace
 from shoestring.models.gpt import tiny
 from tests.graph.steps import Convolutional, WithLoss, texts
@@ -109,3 +110,32 @@ def test_saved_tensors_are_those_that_the_backward_pass_reads():
     saved = {str(node.target) for node in saved_tensors(step)}
     assert {"aten.addmm.default", "aten.gelu.default", "aten._log_softmax.default"} <= saved
     assert not any("view" in name or "aten.t." in name for name in saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [math.inf, 0.2])
+def test_a_descent_gets_back_what_merging_has_lost(gpt, share):
+    """From a bad plan, and within a memory of this share between the best plan's and the bad one's."""
+    step, book, whole = gpt[0], RuleBook(2), SplitSearch(merge=False)
+    best = search(step, book, SLOW, whole)
+    start = search(step, book, SLOW, whole, fixed_plans(step)["sharded weights (FSDP)"])
+    room = share if math.isinf(share) else start.memory + share * (best.memory - start.memory)
+    program = _Program(step, book, SLOW, lambda name: None, merge=False)
+    choices = {node: program.choices(node, book, merge=False) for node in program.deciders}
+
+    def descended(plan):
+        own = {"objective": plan.objective, "memory": plan.memory}
+        descent = Descent(step, SLOW, plan.rules, choices, program.classes, **own)
+        descent.run(room)
+        return descent
+
+    descent = descended(start)
+    assert best.objective * (1 - 1e-9) <= descent.objective < start.objective
+    assert descent.memory <= room
+    indices = {program.classes[node]: choices[node].index(rule) for node, rule in descent.rules.items()}
+    assert descent.memory == pytest.approx(program.memory_of(indices))
+    placements = {name: descent.rules[node].outputs[0] for name, node in step.nodes.parameters.items()}
+    exact = search(step, book, SLOW, whole, placements.get)
+    assert exact.objective <= descent.objective * (1 + 1e-9)
+    if math.isinf(room):
+        assert descended(best).objective == pytest.approx(best.objective, rel=1e-9)

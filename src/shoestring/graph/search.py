@@ -6,7 +6,8 @@ placements, instead of between pairs of rules, keep the program small and its re
 shortest paths).
 
 The program shrinks in two ways. Operators in equal neighbourhoods, such as those of repeated blocks, decide together.
-Light operators follow their largest input: they are bound by memory, so moving a tensor for them hardly pays.
+Light operators follow their largest input: they are bound by memory, so moving a tensor for them hardly pays. What is
+lost by that, a descent gets back for the most part, in which each operator decides once more by itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import fx
 from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.graph.costs import GraphCosts, flop_of, saved_tensors
+from shoestring.graph.descent import Descent
 from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can_be
 from shoestring.graph.rules import RuleBook
 from shoestring.graph.trace import StepGraph, inputs_of, neighbourhoods, producer_of
@@ -40,7 +42,8 @@ class SplitSearch:
     """Settings of a search.
 
     Args:
-        merge: whether operators in equal neighbourhoods decide together, light ones follow, and vectors stay whole.
+        merge: whether operators in equal neighbourhoods decide together at first, light ones follow, and vectors stay
+            whole; then each improves on that by itself (`descent`).
         memory: bytes that parameters, gradients, optimizer state and saved activations of a rank may take.
         seconds: time after which the solver returns the best plan so far.
         usual: whether the usual ways to train are tried along the earlier axes of a mesh, beside what is found there.
@@ -95,11 +98,18 @@ def search(
     program = _Program(step, book, costs, pinned or (lambda name: None), merge=settings.merge)
     built = time.perf_counter()
     chosen = program.solve(settings)
+    rules = {node: program.rules[node][chosen[program.classes[node]]] for node in program.deciders}
+    objective, memory = program.objective, program.memory_of(chosen)
+    if settings.merge:
+        choices = {node: program.choices(node, book, merge=False) for node in program.deciders}
+        descent = Descent(step, costs, rules, choices, program.classes, objective=objective, memory=memory)
+        descent.run(settings.memory)
+        rules, objective, memory = descent.rules, descent.objective, descent.memory
     return GraphPlan(
         book.ranks,
-        {node: program.rules[node][chosen[program.classes[node]]] for node in program.deciders},
-        program.objective,
-        program.memory_of(chosen),
+        rules,
+        objective,
+        memory,
         program.groups,
         len(program.deciders),
         len(program.cost),
@@ -130,7 +140,7 @@ class _Program:
         self.names = {node: name for name, node in step.nodes.parameters.items()}
         free = (*step.nodes.parameters.values(), *step.nodes.inputs)
         self.pinned = {node: placement for node in free if (placement := pinned(self.names.get(node, ""))) is not None}
-        self.rules = {node: self._choices(node, book, merge) for node in self.deciders}
+        self.rules = {node: self.choices(node, book, merge=merge) for node in self.deciders}
         self.classes = self._classes(merge)
         self.members = Counter(self.classes.values())
         self.example = dict[int, fx.Node]()
@@ -151,7 +161,8 @@ class _Program:
 
     # -- what there is to decide ---------------------------------------------------------------------------------------
 
-    def _choices(self, node: fx.Node, book: RuleBook, merge: bool) -> tuple[ShardingRule, ...]:
+    def choices(self, node: fx.Node, book: RuleBook, *, merge: bool) -> tuple[ShardingRule, ...]:
+        """The rules that a node may take; with `merge` vectors stay whole."""
         if node.op == "call_function":
             return book[node].rules
         tensor, nodes = node.meta["val"], self.step.nodes
