@@ -31,7 +31,7 @@ from shoestring.graph.placements import SUM, WHOLE, Placement, ShardingRule, can
 from shoestring.graph.rules import RuleBook
 from shoestring.graph.trace import StepGraph, inputs_of, neighbourhoods, producer_of
 
-DEPTH = 2
+DEPTH = 1
 """Steps up to which neighbourhoods must be equal for operators to decide together."""
 Pinned = Callable[[str], Placement | None]
 """Name of a parameter, or "" for an input -> the placement that it must have; None leaves it to the search."""
