@@ -141,7 +141,7 @@ POISONS = {
 def test_what_an_operator_does_wrong_is_the_reason_why_it_stays_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gc.collect()  # what other tests have left open
-    files = set(Path("/proc/self/fd").iterdir())
+    files = len(list(Path("/proc/self/fd").iterdir()))
     for name, (body, words) in POISONS.items():
         defined(f"poison_{name}", lambda x, y: x + y, body)
         bounds = replace(FEW, seconds=0.5) if name == "hang" else FEW
@@ -149,7 +149,7 @@ def test_what_an_operator_does_wrong_is_the_reason_why_it_stays_whole(tmp_path, 
         assert not rules, name
         assert re.search(words, reason), f"{name}: {reason}"
         assert reason.isprintable()
-    assert sorted(Path("/proc/self/fd").iterdir()) == files
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files
     assert not list(tmp_path.iterdir())
 
 
