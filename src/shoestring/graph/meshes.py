@@ -2,8 +2,8 @@
 
 What a rank computes after the first axis has divided the step is a step as well, with messages among its operators, and
 the next axis divides that one exactly. What is best along the first axis depends on the later ones, so several plans
-along it are tried: the one that the search finds, and the usual ways to train. So a plan is never behind two of the
-usual ways, one along each axis.
+along it are tried: the one that the search finds, and the usual ways to train. This is no optimum: the first axis
+cannot know what the next one makes of it.
 """
 
 from __future__ import annotations
