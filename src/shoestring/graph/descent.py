@@ -6,7 +6,6 @@ its neighbours after it, until none can gain. It finds no change that needs seve
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -58,8 +57,11 @@ class Descent:
         self.objective, self.memory = objective, memory
         self._saved, self._names = saved_tensors(step), {node: name for name, node in step.nodes.parameters.items()}
         self._known = dict[tuple[int, ShardingRule], float]()
-        self._results = [producer_of(node) for node in step.results]
-        self._sizes = [node.meta["val"].nbytes for node in step.results]
+        self._results = defaultdict[fx.Node, list[tuple[int, float]]](list)
+        """Operator -> (which of its outputs the step returns, its bytes)."""
+        for node in step.results:
+            producer, place = producer_of(node)
+            self._results[producer].append((place, node.meta["val"].nbytes))
         self._into, self._out = defaultdict[fx.Node, list[_Edge]](list), defaultdict[fx.Node, list[_Edge]](list)
         for edge in self._edges():
             self._into[edge.reader].append(edge)
@@ -98,19 +100,18 @@ class Descent:
         """Seconds that depend on a node's rule: its own, those of moves to it and from it, and the optimizer's."""
         seconds = self._own(node, rule)
         for edge in self._into[node]:
-            start = self._placed(edge, edge.producer, rule, node)
+            start = (rule if edge.producer is node else self.rules[edge.producer]).outputs[edge.place]
             seconds += self.costs.move(start, _read(rule, edge.slot), edge.nbytes)
         for edge in self._out[node]:
             if edge.reader is not node:
                 seconds += self.costs.move(
                     rule.outputs[edge.place], _read(self.rules[edge.reader], edge.slot), edge.nbytes
                 )
-        for (producer, place), nbytes in zip(self._results, self._sizes, strict=True):
-            if producer is node:
-                seconds += self.costs.move(rule.outputs[place], WHOLE, nbytes)
+        for place, nbytes in self._results.get(node, ()):
+            seconds += self.costs.move(rule.outputs[place], WHOLE, nbytes)
         if self._names.get(node) in self.step.nodes.gradients:
             seconds += self.costs.update(node.meta["val"].nbytes, rule.outputs[0])
-        return seconds if math.isfinite(seconds) else math.inf
+        return seconds
 
     def _own(self, node: fx.Node, rule: ShardingRule) -> float:
         """Seconds in which a rank computes its part of an operator."""
@@ -118,9 +119,6 @@ class Descent:
         if key not in self._known:
             self._known[key] = self.costs.operator(node, rule) if node.op == "call_function" else 0.0
         return self._known[key]
-
-    def _placed(self, edge: _Edge, producer: fx.Node, rule: ShardingRule, node: fx.Node) -> Placement:
-        return (rule if producer is node else self.rules[producer]).outputs[edge.place]
 
     def _held(self, node: fx.Node, rule: ShardingRule) -> float:
         """Bytes that a rank holds of what a node computes, or of a parameter with what belongs to it."""
