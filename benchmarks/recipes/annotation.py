@@ -16,6 +16,7 @@ import json
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -35,7 +36,7 @@ from shoestring.core.task import call_model
 from shoestring.models.images import small
 from shoestring.storage import foreign
 from shoestring_recipes.annotation.agreement import LEVELS, krippendorff
-from shoestring_recipes.annotation.raters import Labels, copies, dawid_skene, majority, review
+from shoestring_recipes.annotation.raters import Labels, consensus_of, copies, fit, majority, review
 from shoestring_recipes.annotation.task import data, loss
 
 CACHE = Path(".cache/recipes/annotation")
@@ -108,18 +109,23 @@ def right(answers: np.ndarray, truth: np.ndarray) -> float:
 
 
 def above_majority(kind: str, good: int, planted: int, deadline: Deadline) -> Measured | NotRun:
-    """The share of words that Dawid and Skene's consensus gets right, minus the majority's."""
+    """The share of words that the consensus gets right, minus the majority's."""
     if ratings() is None:
         return NotRun("vaderSentiment is not installed: pip install --no-deps vaderSentiment")
-    pairs = []
+    pairs, models = [], Counter[str]()
     for seed in range(DRAWS):
         deadline.check()
         truth, matrix = spoilt(np.random.default_rng([seed, good]), kind, good, planted, 10**6)
         labels = Labels.of_matrix(matrix, CLASSES)
-        pairs.append((right(majority(labels, seed), truth), right(dawid_skene(labels).soft.argmax(1), truth)))
+        consensus = consensus_of(labels)
+        models[consensus.model.name.lower()] += 1
+        pairs.append((right(majority(labels, seed), truth), right(consensus.soft.argmax(1), truth)))
     means = np.mean(pairs, 0)
-    note = f"majority {means[0]:.3f}, consensus {means[1]:.3f}; {good} good and {planted} planted raters, {DRAWS} draws"
-    return of_mean([consensus - votes for votes, consensus in pairs], note)
+    note = (
+        f"majority {means[0]:.3f}, consensus {means[1]:.3f}; {good} good and {planted} planted raters, {DRAWS} draws; "
+    )
+    note += ", ".join(f"{model} in {count}" for model, count in sorted(models.items()))
+    return of_mean([one - votes for votes, one in pairs], note)
 
 
 @cache
@@ -129,7 +135,7 @@ def colluding(seed: int) -> tuple[bool, float, float, float]:
     truth, matrix = spoilt(np.random.default_rng([seed, 99]), "copied", 3, 3, 10**6)
     labels, clean = Labels.of_matrix(matrix, CLASSES), Labels.of_matrix(matrix[:, :3], CLASSES)
     reviewed = review(labels, merge=False)
-    shares = (right(one.soft.argmax(1), truth) for one in (dawid_skene(labels), reviewed.consensus, dawid_skene(clean)))
+    shares = (right(one.soft.argmax(1), truth) for one in (fit(labels), reviewed.consensus, consensus_of(clean)))
     plain, without, alone = shares
     return reviewed.groups == [[3, 4, 5]], plain, without, alone
 

@@ -17,7 +17,17 @@ from shoestring_recipes.annotation.agreement import (
     krippendorff,
     tally,
 )
-from shoestring_recipes.annotation.raters import Labels, copies, dawid_skene, likeness, majority, review, votes
+from shoestring_recipes.annotation.raters import (
+    Labels,
+    RaterModel,
+    consensus_of,
+    copies,
+    fit,
+    likeness,
+    majority,
+    review,
+    votes,
+)
 
 N = math.nan
 TWELVE = np.array(
@@ -189,11 +199,27 @@ def test_the_consensus_survives_spammers_and_names_them(kind, number):
 def test_without_spammers_the_consensus_is_no_worse_than_the_majority():
     for seed in range(3):
         truth, labels = crowd(seed, good=5, items=5000)
-        fitted = dawid_skene(labels)
-        assert accuracy(fitted.soft.argmax(1), truth) >= accuracy(majority(labels), truth) - 0.005
-        np.testing.assert_allclose(fitted.soft.sum(1), 1, atol=1e-9)
-        right = np.einsum("rkk->rk", fitted.confusion).mean()
-        assert 0.75 < right < 0.85  # planted: 0.8
+        for consensus in (*(fit(labels, model) for model in RaterModel), consensus_of(labels)):
+            assert accuracy(consensus.soft.argmax(1), truth) >= accuracy(majority(labels), truth) - 0.005
+            np.testing.assert_allclose(consensus.soft.sum(1), 1, atol=1e-9)
+            np.testing.assert_allclose(consensus.confusion.sum(2), 1, atol=1e-9)
+            right = np.einsum("rkk->rk", consensus.confusion).mean()
+            assert 0.75 < right < 0.85  # planted: 0.8
+
+
+def test_the_model_is_taken_that_predicts_unseen_raters():
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        truth = rng.integers(0, 10, 200)  # too few labels for five matrices of a hundred numbers
+        few = Labels.of_matrix(np.stack([honest(rng, truth, 0.5, 10) for _ in range(5)], 1), 10)
+        assert consensus_of(few).model is RaterModel.GUESSES
+        place = rng.normal(0, 1, 2000)  # the middle class is taken for its neighbours
+        near = np.digitize(place[:, None] + rng.normal(0, 0.7, (2000, 5)), (-0.5, 0.5))
+        assert consensus_of(Labels.of_matrix(near, 3)).model is RaterModel.CONFUSION
+    nobody = consensus_of(Labels.of_matrix(np.full((4, 2), -1), 3))
+    assert nobody.soft.tolist() == [[1 / 3] * 3] * 4
+    alone = consensus_of(Labels.of_matrix(np.array([[0], [1], [1]]), 2))
+    assert alone.soft.argmax(1).tolist() == [0, 1, 1]
 
 
 @pytest.mark.slow
@@ -201,8 +227,8 @@ def test_without_spammers_the_consensus_is_no_worse_than_the_majority():
 def test_raters_who_copy_each_other_are_found_and_count_once(kind):
     for seed in range(2):
         truth, labels = crowd(seed, [kind] * 3)
-        clean = accuracy(dawid_skene(crowd(seed)[1]).soft.argmax(1), crowd(seed)[0])
-        assert accuracy(dawid_skene(labels).soft.argmax(1), truth) < 0.5  # taken for the best ones
+        clean = accuracy(consensus_of(crowd(seed)[1]).soft.argmax(1), crowd(seed)[0])
+        assert accuracy(fit(labels).soft.argmax(1), truth) < 0.5  # taken for the best ones
         assert copies(labels) == [[3, 4, 5]]
         for merge in (True, False):
             reviewed = review(labels, merge=merge)
@@ -235,8 +261,9 @@ def test_few_labels_judge_nobody():
     one = Labels(np.append(labels.item, 0), np.append(labels.rater, 3), np.append(labels.label, 1), labels.items, 4, 3)
     judged = review(one).judgements[3]
     assert judged.labels == 1 and math.isnan(judged.kappa) and judged.note == "too few labels to judge"
-    before, after = dawid_skene(labels).soft, dawid_skene(one).soft
-    assert (before[1:].argmax(1) == after[1:].argmax(1)).mean() > 0.999
+    for model in RaterModel:
+        before, after = fit(labels, model).soft, fit(one, model).soft
+        assert (before[1:].argmax(1) == after[1:].argmax(1)).mean() > 0.999
     pair = review(labels.only(labels.rater < 2))
     assert [judged.note for judged in pair.judgements[:2]] == ["two raters cannot be told apart"] * 2
     alike = likeness(Labels.of_matrix(np.full((50, 3), 1), 3), 0, 1)

@@ -9,7 +9,7 @@ import torch
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError, DataError
 from shoestring_recipes.annotation.planted import LOOK_ALIKES, NAMES, confusions, planted
-from shoestring_recipes.annotation.raters import dawid_skene, majority
+from shoestring_recipes.annotation.raters import RaterModel, consensus_of, majority
 from shoestring_recipes.annotation.task import KINDS, data, loss, read_table, targets
 from tests.recipes.toys import train_toy
 
@@ -44,7 +44,9 @@ def test_planted_raters_confuse_what_looks_alike():
     assert labels.counts.sum(1).tolist() == [3] * 3000 and len(labels.item) == 9000
     rate = (labels.label != truth[labels.item]).mean()
     assert 0.2 < rate < 0.4
-    soft = dawid_skene(labels).soft
+    consensus = consensus_of(labels)
+    assert consensus.model is RaterModel.CONFUSION
+    soft = consensus.soft
     assert (soft.argmax(1) == truth).mean() > (majority(labels) == truth).mean()
     likely = -np.log(soft[np.arange(3000), truth] + 1e-9).mean()
     votes = -np.log(targets(labels, "votes")[0][np.arange(3000), truth] + 1e-9).mean()

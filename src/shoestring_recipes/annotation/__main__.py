@@ -122,6 +122,7 @@ def describe(labels: raters.Labels, reviewed: raters.Review, people: Sequence[st
     lines = [
         f"{len(labels.item)} labels of {labels.raters} raters for {labels.items} items",
         f"Krippendorff's alpha ({level}): {agreement.described(alpha, interval)}",
+        f"consensus: {reviewed.consensus.model}",
     ]
     if len(set(labels.counts.sum(1).tolist())) == 1:
         kappa, spread = agreement.fleiss(labels.counts), agreement.bootstrap(agreement.fleiss, labels.counts)

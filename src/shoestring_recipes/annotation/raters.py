@@ -1,4 +1,4 @@
-"""What raters' labels say together: Dawid and Skene's consensus, raters who disagree with all others, and copies.
+"""What raters' labels say together: a consensus, raters who disagree with all others, and copies.
 
 Nobody is judged by a consensus that contains their own labels.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from itertools import combinations
 from statistics import NormalDist
@@ -30,6 +31,10 @@ FEWEST = 10
 """Minimum number of items by which a rater is judged."""
 SMOOTHING = 0.01
 """Count that is added to each entry of a confusion matrix, so that no label is impossible."""
+ASKED = 10
+"""Maximum number of raters by whom models are compared, those with the most labels."""
+GUESS_ROUNDS = 20
+"""Number of rounds in which the shares of guesses among right answers are estimated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +103,7 @@ def majority(labels: Labels, seed: int = 0) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Consensus:
-    """What Dawid and Skene's model says about items and raters.
+    """What a model of raters says about items and raters.
 
     `soft` are the probabilities of the true class of each item, (items, classes); `confusion` the probabilities of the
     labels of each rater given the true class, (raters, classes, labels); `shares` those of the classes.
@@ -108,15 +113,31 @@ class Consensus:
     confusion: np.ndarray
     shares: np.ndarray
     rounds: int
+    model: RaterModel
 
 
-def dawid_skene(
-    labels: Labels, *, start: np.ndarray | None = None, rounds: int = 200, tolerance: float = 1e-5
+class RaterModel(StrEnum):
+    """How a rater's labels depend on the true class."""
+
+    CONFUSION = "a confusion matrix for each rater (Dawid and Skene)"
+    """Any dependence (Dawid and Skene, 1979): raters may confuse some classes more often than others."""
+    GUESSES = "each rater knows the class or guesses (MACE)"
+    """A rater knows the class with a probability, and otherwise guesses with habits that do not depend on it (Hovy,
+    Berg-Kirkpatrick, Vaswani and Hovy, 2013)."""
+
+
+def fit(
+    labels: Labels,
+    model: RaterModel = RaterModel.CONFUSION,
+    *,
+    start: np.ndarray | None = None,
+    rounds: int = 200,
+    tolerance: float = 1e-5,
 ) -> Consensus:
-    """Estimate true classes and the raters' confusion matrices by expectation maximisation (Dawid and Skene, 1979).
+    """Estimate true classes and the raters' confusion matrices by expectation maximisation.
 
-    A confusion matrix has a prior of one label for each class, spread as the labels of all raters together, so that a
-    rater with few labels is taken for an average one.
+    A rater with few labels is taken for an average one: confusion matrices have a prior of one label for each class,
+    spread as the labels of all raters together, and the share that a rater knows has one of one label.
 
     Args:
         start: first probabilities of the classes, (items, classes); by default the shares of votes.
@@ -124,32 +145,59 @@ def dawid_skene(
         tolerance: mean change of a probability at which the rounds end.
     """
     soft, number = votes(labels) if start is None else start, 0
-    confusion, shares = _matrices(labels, soft)
+    estimated = _confusions if model is RaterModel.CONFUSION else _guesses
+    confusion, shares = estimated(_counts(labels, soft)), _shares(labels, soft)
     for _ in range(rounds):
         number += 1
         evidence = np.log(confusion)[labels.rater, :, labels.label]
         sums = [np.bincount(labels.item, evidence[:, true], labels.items) for true in range(labels.classes)]
         before, soft = soft, _normalised(np.log(shares) + np.stack(sums, 1))
-        confusion, shares = _matrices(labels, soft)
+        confusion, shares = estimated(_counts(labels, soft)), _shares(labels, soft)
         if np.abs(soft - before).mean() < tolerance:
             break
-    return Consensus(soft, confusion, shares, number)
+    return Consensus(soft, confusion, shares, number, model)
 
 
-def _matrices(labels: Labels, soft: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the confusion matrices and the shares of classes, given the probabilities of the true classes."""
+def _counts(labels: Labels, soft: np.ndarray) -> np.ndarray:
+    """Return how often each rater gave each label to items of each class, (raters, classes, labels)."""
     cells, shape = labels.rater * labels.classes + labels.label, (labels.raters, labels.classes)
     sums = [np.bincount(cells, soft[labels.item, true], math.prod(shape)) for true in range(labels.classes)]
-    confusion = np.stack([one.reshape(shape) for one in sums], 1)
-    pooled = confusion.sum(0) + SMOOTHING
-    confusion = confusion + pooled / pooled.sum(1, keepdims=True) + SMOOTHING
+    return np.stack([one.reshape(shape) for one in sums], 1)
+
+
+def _shares(labels: Labels, soft: np.ndarray) -> np.ndarray:
+    """Return the shares of the classes among the items that have labels."""
     shares = soft[np.unique(labels.item)].sum(0) + SMOOTHING
-    return confusion / confusion.sum(2, keepdims=True), shares / shares.sum()
+    return shares / shares.sum()
+
+
+def _confusions(counts: np.ndarray) -> np.ndarray:
+    """Return confusion matrices as Dawid and Skene estimate them."""
+    pooled = counts.sum(0) + SMOOTHING
+    confusion = counts + pooled / pooled.sum(1, keepdims=True) + SMOOTHING
+    return confusion / confusion.sum(2, keepdims=True)
+
+
+def _guesses(counts: np.ndarray) -> np.ndarray:
+    """Return confusion matrices of raters who know the class or guess, (raters, classes, labels)."""
+    right, answers = np.diagonal(counts, axis1=1, axis2=2), counts.sum(1)
+    knows, habits = np.full((len(counts), 1), 0.5), _of_one(answers + SMOOTHING)
+    for _ in range(GUESS_ROUNDS):  # of right answers, some are guesses
+        known = right * knows / (knows + (1 - knows) * habits)
+        average = known.sum() / max(answers.sum(), 1)
+        knows = (known.sum(1, keepdims=True) + average + SMOOTHING) / (
+            answers.sum(1, keepdims=True) + 1 + 2 * SMOOTHING
+        )
+        habits = _of_one(answers - known + SMOOTHING)
+    return (1 - knows)[:, :, None] * habits[:, None, :] + knows[:, :, None] * np.eye(counts.shape[1])
+
+
+def _of_one(values: np.ndarray) -> np.ndarray:
+    return values / values.sum(-1, keepdims=True)
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:
-    soft = np.exp(logs - logs.max(1, keepdims=True))
-    return soft / soft.sum(1, keepdims=True)
+    return _of_one(np.exp(logs - logs.max(1, keepdims=True)))
 
 
 def of_others(labels: Labels, consensus: Consensus, rater: int) -> np.ndarray:
@@ -157,7 +205,28 @@ def of_others(labels: Labels, consensus: Consensus, rater: int) -> np.ndarray:
     items, own = labels.of_rater[rater]
     start = consensus.soft.copy()
     start[items] = _normalised(np.log(start[items] + 1e-12) - np.log(consensus.confusion[rater])[:, own].T)
-    return dawid_skene(labels.without([rater]), start=start, rounds=10).soft
+    return fit(labels.without([rater]), consensus.model, start=start, rounds=10).soft
+
+
+def consensus_of(labels: Labels) -> Consensus:
+    """Estimate true classes with the model that predicts raters better whom it has not seen.
+
+    Each model's consensus of the others is compared with the labels of the rater whom it leaves out, for at most
+    `ASKED` raters. Confusion matrices win where raters confuse particular classes, and not where labels are few or all
+    find the same items hard.
+    """
+    models = RaterModel.CONFUSION, RaterModel.GUESSES
+    asked = sorted(range(labels.raters), key=lambda rater: -len(labels.of_rater[rater][0]))[:ASKED]
+    ahead = 0
+    for rater in asked:
+        items, own = labels.of_rater[rater]
+        shared = labels.counts[items].sum(1) > 1
+        if shared.any():
+            others = labels.without([rater])  # from scratch: a start that has seen the rater favours more parameters
+            told = (fit(others, model, rounds=20).soft[items[shared]].argmax(1) for model in models)
+            more, fewer = (int((one == own[shared]).sum()) for one in told)
+            ahead += more - fewer
+    return fit(labels, models[ahead <= 0])
 
 
 # -- raters ------------------------------------------------------------------------------------------------------------
@@ -229,7 +298,7 @@ def likeness(labels: Labels, first: int, second: int, *, by_others: bool = True)
     answers = np.stack([labels_first[at], labels_second[place]])
     cell = np.zeros(len(both), np.int64)
     if by_others:
-        soft = dawid_skene(labels.without([first, second]), rounds=20).soft[both]
+        soft = fit(labels.without([first, second]), rounds=20).soft[both]
         sure = soft.max(1) >= SURE
         soft, answers = soft[sure], answers[:, sure]
         order = np.argsort(-soft, 1, kind="stable")[:, :2]
@@ -314,13 +383,13 @@ def review(labels: Labels, *, merge: bool = True) -> Review:
     groups = copies(labels)
     out = {rater for group in groups for rater in (group[1:] if merge else group)}
     counted = labels.without(sorted(out))
-    consensus = dawid_skene(counted)
+    consensus = consensus_of(counted)
     judgements = []
     for rater in range(labels.raters):
         alike = next((group for group in groups if rater in group), [rater])
         if rater in out:  # in the place of the whole group
             sole = labels.without(sorted(out.union(alike) - {rater}))
-            judged = judge(sole, dawid_skene(sole), rater)
+            judged = judge(sole, fit(sole, consensus.model), rater)
         else:
             judged = judge(counted, consensus, rater)
         if len(alike) > 1:

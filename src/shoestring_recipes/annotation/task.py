@@ -51,7 +51,7 @@ def targets(labels: Labels, kind: str, seed: int = 0) -> tuple[np.ndarray, Revie
     """Return the probabilities of the classes of each item, and the review of the raters that they come from, if any.
 
     Args:
-        kind: `soft` for Dawid and Skene's consensus, `votes` for the shares of votes, or `majority` for one class.
+        kind: `soft` for the raters' consensus, `votes` for the shares of votes, or `majority` for one class.
     """
     if kind == "soft":
         reviewed = review(labels)
