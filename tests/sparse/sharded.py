@@ -14,6 +14,7 @@ from torch import nn
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
+from shoestring.core.sharded import local_part
 from shoestring.parallel import FSDP
 from shoestring.precision import Autocast
 from shoestring.sparse import shards
@@ -98,7 +99,7 @@ def gather_what_is_uneven() -> Sequence[list[list[int]]]:
         whole = torch.arange(rows * 2, dtype=torch.uint8).view(rows, 2)
         weight = distribute_tensor(torch.zeros(rows, 4), mesh, [Shard(0)])
         own = shards.own_rows(whole, weight)
-        assert len(own) == len(shards.local(weight))
+        assert len(own) == len(local_part(weight))
         assert torch.equal(shards.gathered(own, weight), whole)
         number = shards.summed(torch.tensor([float(world.rank + 1)]), weight)
         assert float(number) == 3 and dist.get_world_size() == 2

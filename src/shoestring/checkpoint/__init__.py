@@ -9,9 +9,8 @@ from shoestring.checkpoint.settings import Plain, Tiered
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.distributed.checkpoint.stateful import Stateful
-
     from shoestring.checkpoint.attached import Attached
+    from shoestring.core.kept import Stateful
 
 __all__ = ["Plain", "Tiered", "attach"]
 

@@ -10,8 +10,6 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring.checkpoint import Tiered
@@ -24,7 +22,8 @@ from shoestring.core.attachments import Attachments, Kept
 from shoestring.core.compose import check_features
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import DATA, Phase
-from shoestring.core.kept import Progress, RandomState
+from shoestring.core.kept import Progress, RandomState, Stateful
+from shoestring.core.sharded import local_part
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
@@ -136,7 +135,7 @@ def addresses(owners: Iterable[object]) -> set[int]:
     """
     with torch.no_grad():  # with gradients, `to_local` would return a new tensor
         tensors = (tensor for owner in owners for tensor in _tensors(owner))
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        local = (local_part(tensor) for tensor in tensors)
         return {tensor.untyped_storage().data_ptr() for tensor in local}
 
 

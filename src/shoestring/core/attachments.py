@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,8 +19,19 @@ from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import DATA, Divided, Feature, Phase, Seam
 from shoestring.core.frozen import Reference, digest, freeze, shared_names
 from shoestring.core.graph import GraphPass, GraphPasses
-from shoestring.core.kept import Across, Context, Kept, Merge, ModelState, OptimizerState, Progress, RandomState
+from shoestring.core.kept import (
+    Across,
+    Context,
+    Kept,
+    Merge,
+    ModelState,
+    OptimizerState,
+    Progress,
+    RandomState,
+    Stateful,
+)
 from shoestring.core.shard_order import Orders, ShardOrder
+from shoestring.core.sharded import is_sharded, local_part
 from shoestring.core.step import MicroBatches, after_update, before_update
 from shoestring.core.task import Batch, Forward, Loss, Params
 from shoestring.core.trace import Trace
@@ -327,7 +336,7 @@ class Attachments:
             self.own(f"SHARD over {axis}", Seam.SHARD)
         if trained:
             self.own(STEPPED, Seam.SHARD)
-        sharded = [name for name, tensor in self._parameters().items() if isinstance(tensor, DTensor)] if whole else []
+        sharded = [name for name, tensor in self._parameters().items() if is_sharded(tensor)] if whole else []
         if sharded:
             owner = self.attaching[0]
             others = sorted({other for what, other in self.owners.items() if "SHARD over" in what} - {owner})
@@ -421,7 +430,7 @@ class Attachments:
 
     def whole(self, name: str, value: Any) -> Any:
         """Gather the full tensor, in the parameter's order, of a shard that `weights` returned. A collective."""
-        if not isinstance(value, DTensor):
+        if not is_sharded(value):
             return value
         return self.orders[name].back(value.full_tensor()) if name in self.orders else value.full_tensor()
 
@@ -473,7 +482,7 @@ class Attachments:
     def gradients(self) -> list[Tensor]:
         """This rank's shards of all gradients, as plain tensors that foreach operations may change in place."""
         grads = [tensor.grad for tensor in self.trained.values() if tensor.grad is not None]
-        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        return [local_part(grad) for grad in grads]
 
     # -- around a step -----------------------------------------------------------------------------------------------
 

@@ -7,12 +7,11 @@ from types import TracebackType
 from typing import Self
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import AdamW, Optimizer
 
 from shoestring.core import step
 from shoestring.core.attachments import Attachments
-from shoestring.core.kept import Across, Kept, Merge, Progress
+from shoestring.core.kept import Across, Kept, Merge, Progress, Stateful
 from shoestring.core.task import Batch, Forward, Loss, Params, Repeated, call_model, cross_entropy
 from shoestring.core.trace import Trace
 from shoestring.core.world import World

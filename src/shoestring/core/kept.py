@@ -7,23 +7,30 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from shoestring._torch import own_name
 from shoestring.core.shard_order import Orders, ShardOrder
+from shoestring.core.sharded import is_sharded, part_like
 
 Context = Callable[[], AbstractContextManager[Any]]
 Work = Callable[[], None]
 Across = Literal["same", "shard", "own"]
 Merge = Callable[[Sequence[dict[str, Any]], int, int], dict[str, Any]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved and restored. Equals that of torch.distributed.checkpoint, which takes a second to import."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,9 @@ class ModelState:
                 if isinstance(value, Tensor):
                     fill(own[name], value)
         else:
-            sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+            sharded = any(is_sharded(tensor) for tensor in tensors)
             strict = not (self.trained or self.leave_out)
             options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=strict)
             set_model_state_dict(self.model, whole, options=options)
@@ -236,11 +245,11 @@ def fill(tensor: Tensor, value: Tensor, order: ShardOrder | None = None) -> None
         order: order of the DTensor `tensor`, if it differs from the order of its parameter.
     """
     with torch.no_grad():
-        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+        if is_sharded(tensor) and not is_sharded(value):
             value = value.to(tensor.device).view(tensor.shape)
             if order is not None and order.describes(value):
                 value = order.into(value)
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            value = part_like(value, tensor)
         tensor.copy_(value)
 
 

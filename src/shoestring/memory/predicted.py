@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
@@ -35,6 +34,7 @@ from shoestring.core.attachments import Attachments
 from shoestring.core.compose import compose
 from shoestring.core.feature import Divided, Feature, Inexact, Seam
 from shoestring.core.job import Job, attachments_of
+from shoestring.core.sharded import is_sharded
 from shoestring.core.task import Batch, Forward, Loss, call_model, sum_and_count
 from shoestring.core.world import World
 from shoestring.memory.tracing.labels import optimizer_state, plain
@@ -89,7 +89,7 @@ class LiveTensors(TorchDispatchMode):
 
     def add(self, tensor: Tensor, func: Any = None) -> None:
         """Count a tensor's storage as live, unless the storage is already counted."""
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
         if tensor.device.type == "meta" or not storage.nbytes():
@@ -266,7 +266,7 @@ def _held_by_name(job: Job, live: LiveTensors) -> dict[int, BlockName]:
 
     def label(held: Iterable[tuple[str, str, Tensor]]) -> None:
         for kind, name, tensor in held:
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            local = tensor._local_tensor if is_sharded(tensor) else tensor
             index = live.where.get(local.untyped_storage()._cdata)
             if index is not None:
                 names_of_blocks.setdefault(index, BlockName(kind, name))

@@ -27,7 +27,8 @@ from shoestring._torch import foreach_copy_, foreach_sub, loss_scale
 from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
 from shoestring.core.kept import fill
-from shoestring.optim.norms import global_norm, local, norms, part_of
+from shoestring.core.sharded import local_part
+from shoestring.optim.norms import global_norm, norms, part_of
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.adascale import AdaScale
@@ -112,9 +113,9 @@ class Gain:
         moment."""
         state = self.attachments.optimizer.state.get(tensor, {}) if self.adam else {}
         if "exp_avg_sq" not in state:
-            return local(gradient)
+            return local_part(gradient)
         eps = self.attachments.optimizer.param_groups[0].get("eps", 0.0)
-        return local(gradient) / local(state["exp_avg_sq"]).sqrt().add_(eps)
+        return local_part(gradient) / local_part(state["exp_avg_sq"]).sqrt().add_(eps)
 
     def watch(self, name: str, parameter: Tensor) -> Callable[[Tensor], None]:
         """Build the tensor hook that measures a parameter's gradient in each micro-batch, before it is accumulated."""
@@ -218,7 +219,7 @@ class Gain:
             squares, total = norms(whole).double().square().view(3, -1), self.attachments.total
             newer, older, difference = (total(squares[row], list(now)) for row in range(3))
             self.pending = [difference, (newer + older - difference) / 2], 1, None
-            foreach_copy_(list(map(local, self.before.values())), list(map(local, now.values())))
+            foreach_copy_(list(map(local_part, self.before.values())), list(map(local_part, now.values())))
         else:  # in the first step, or after parameters were frozen or unfrozen
             self.before = {name: gradient.clone() for name, gradient in now.items()}
 

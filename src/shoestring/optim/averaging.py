@@ -18,7 +18,7 @@ from shoestring._torch import foreach_add_, foreach_copy_, foreach_lerp_, foreac
 from shoestring.core.attachments import STEPPED, Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.kept import fill
-from shoestring.optim.norms import local
+from shoestring.core.sharded import local_part
 from shoestring.optim.statistics import average_statistics, exported_statistics
 from shoestring.optim.swapping import swapped
 
@@ -134,7 +134,7 @@ def _locals(order: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None = 
     """Return this rank's shards of `tensors`, in the order of the names in `order`; if `tensors` is None, the shards of
     `order`."""
     tensors = order if tensors is None else tensors
-    return [local(tensors[name]).detach() for name in order]
+    return [local_part(tensors[name]).detach() for name in order]
 
 
 def _fill(average: dict[str, Tensor], saved: Mapping[str, Tensor]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shoestring._torch import foreach_mul_
 from shoestring.core.attachments import Attachments
+from shoestring.core.sharded import is_sharded
 from shoestring.optim.norms import global_norm
 
 
@@ -20,7 +20,7 @@ def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:
         gradients = {name: tensor.grad for name, tensor in attachments.trained.items() if tensor.grad is not None}
         # Torch's function gives the same bits as a loop that calls `clip_grad_norm_`. But that function supports only
         # DTensors of a single mesh, without plain tensors among them.
-        if attachments.parted or any(isinstance(gradient, DTensor) for gradient in gradients.values()):
+        if attachments.parted or any(is_sharded(gradient) for gradient in gradients.values()):
             norm = global_norm(attachments, gradients)
         else:
             norm = torch.nn.utils.get_total_norm(list(gradients.values()), foreach=True)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
+from shoestring.core.sharded import is_sharded
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
 from shoestring.optim.standard import parameter_groups
@@ -177,7 +177,7 @@ def build(attachments: Attachments, settings: AdamW) -> Callable[[Params], Optim
 
     def make(parameters: Params) -> Optimizer:
         check_matched(settings.groups, attachments.trained)
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
+        if any(is_sharded(parameter) for parameter in parameters):
             raise ConfigError(
                 f"`{settings.name}` rounds whole tensors, and the parameters are sharded", hint="use optim.adamw"
             )

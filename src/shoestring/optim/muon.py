@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from shoestring._torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
+from shoestring.core.sharded import is_sharded, local_part, shard_dims
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
-from shoestring.optim.norms import local, local_gradient, sharers, shares
+from shoestring.optim.norms import local_gradient, sharers, shares
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
 
@@ -124,11 +124,11 @@ class MuonAdamW(Stepping):
             if not self.state[tensor]:
                 self.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
         gradients = [local_gradient(tensor) for tensor in tensors]
-        velocities = [local(self.state[tensor]["momentum_buffer"]) for tensor in tensors]
+        velocities = [local_part(self.state[tensor]["momentum_buffer"]) for tensor in tensors]
         foreach_lerp_(velocities, gradients, 1 - self.momentum)
         ahead = foreach_lerp(gradients, velocities, self.momentum) if self.nesterov else velocities
         steps = self._orthogonalized(tensors, list(ahead))
-        weights = [local(tensor) for tensor in tensors]
+        weights = [local_part(tensor) for tensor in tensors]
         rates = [group["lr"] for group, _ in matrices]
         foreach_mul_(
             weights, [1 - rate * group["weight_decay"] for rate, (group, _) in zip(rates, matrices, strict=True)]
@@ -219,10 +219,10 @@ class MuonAdamW(Stepping):
                 state["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
         states = [self.state[tensor] for tensor in tensors]
         adamw(
-            [local(tensor) for tensor in tensors],
+            [local_part(tensor) for tensor in tensors],
             [local_gradient(tensor) for tensor in tensors],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -242,10 +242,10 @@ def _sharders(tensor: Tensor) -> dist.ProcessGroup | None:
     Raises:
         ConfigError: the tensor's columns are sharded, or its rows are sharded over two mesh axes.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return None
-    shards = {axis: placement for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
-    if len(shards) > 1 or any(placement.dim != 0 for placement in shards.values()):
+    shards = shard_dims(tensor)
+    if len(shards) > 1 or any(shards.values()):
         raise ConfigError(
             f"`optim.muon` needs matrices whose rows are sharded over one mesh axis, not {tensor.placements}"
         )

@@ -12,32 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from shoestring._torch import foreach_norm
+from shoestring.core.sharded import is_sharded, local_part, placed_like
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; a plain tensor is returned unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def local_gradient(tensor: Tensor) -> Tensor:
     """This rank's shard of the tensor's gradient, which must not be None."""
     assert tensor.grad is not None
-    return local(tensor.grad)
+    return local_part(tensor.grad)
 
 
 def part_of(whole: Tensor, part: Tensor) -> Tensor:
     """Wrap this rank's shard `part` as a DTensor that is sharded like `whole`; if `whole` is a plain tensor, return
     `part` unchanged."""
-    if not isinstance(whole, DTensor):
+    if not is_sharded(whole):
         return part
-    mesh, placements = whole.device_mesh, whole.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return placed_like(part, whole)
 
 
 def norms(tensors: Sequence[Tensor], sharers: dist.ProcessGroup | None = None) -> Tensor:
@@ -51,15 +45,15 @@ def norms(tensors: Sequence[Tensor], sharers: dist.ProcessGroup | None = None) -
     Returns:
         The norms, with shape (n,), on the tensors' device; in float64 if the first tensor is float64, else in float32.
     """
-    parts = [local(tensor) for tensor in tensors]
+    parts = [local_part(tensor) for tensor in tensors]
     wide = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
     squares = torch.zeros(len(parts), dtype=wide, device=parts[0].device)
     own = list(range(len(parts)))
-    plain = [index for index, tensor in enumerate(tensors) if not isinstance(tensor, DTensor)]
+    plain = [index for index, tensor in enumerate(tensors) if not is_sharded(tensor)]
     if sharers is not None and plain:
         sizes = [parts[index].numel() for index in plain]
         share = {plain[index] for index in shares(sizes, sharers.size())[dist.get_rank(sharers)]}
-        own = [index for index in own if index in share or isinstance(tensors[index], DTensor)]
+        own = [index for index in own if index in share or is_sharded(tensors[index])]
     if own:
         squares[_at(own, squares)] = torch.stack(foreach_norm([parts[index] for index in own], 2, dtype=wide)).square()
     if sharers is not None and plain:  # on this rank, the squares that other ranks compute are still zero
@@ -93,7 +87,7 @@ def sharers(attachments: Attachments) -> dist.ProcessGroup | None:
 
     The group is not used for DTensors: the mesh of a DTensor says which rank holds which shard.
     """
-    plain = any(not isinstance(tensor, DTensor) for tensor in attachments.trained.values())
+    plain = any(not is_sharded(tensor) for tensor in attachments.trained.values())
     return attachments.world.group(attachments.alike) if plain else None
 
 
@@ -105,9 +99,9 @@ def _sharded(tensors: Sequence[Tensor]) -> dict[tuple[Any, int], list[int]]:
     """Map each (mesh, mesh dimension) to the indices of the tensors that are sharded along this dimension."""
     axes: dict[tuple[Any, int], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
             for dim, placement in enumerate(tensor.placements):
-                if not isinstance(placement, Replicate):
+                if not placement.is_replicate():
                     axes.setdefault((tensor.device_mesh, dim), []).append(index)
     return axes
 

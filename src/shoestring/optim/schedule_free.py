@@ -25,10 +25,11 @@ from shoestring._torch import (
     foreach_sqrt,
 )
 from shoestring.core.attachments import Attachments
+from shoestring.core.sharded import local_part
 from shoestring.core.task import Params
 from shoestring.optim.averaging import MovingAverage, check_steps_parameters
 from shoestring.optim.groups import check_matched
-from shoestring.optim.norms import local, local_gradient
+from shoestring.optim.norms import local_gradient
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.statistics import average_statistics
 from shoestring.optim.stepping import Stepping
@@ -92,8 +93,8 @@ class ScheduleFreeAdamW(Stepping):
                 so far.
         """
         states = [self.state[tensor] for tensor in tensors]
-        y, grad = [local(tensor) for tensor in tensors], [local_gradient(tensor) for tensor in tensors]
-        z, second = ([local(state[name]) for state in states] for name in ("z", "exp_avg_sq"))
+        y, grad = [local_part(tensor) for tensor in tensors], [local_gradient(tensor) for tensor in tensors]
+        z, second = ([local_part(state[name]) for state in states] for name in ("z", "exp_avg_sq"))
         beta1, beta2 = self.betas
         steps += 1
         rate = float(group["lr"]) * (1 - beta2**steps) ** 0.5
@@ -117,7 +118,7 @@ class ScheduleFreeAdamW(Stepping):
     def average(self) -> dict[Tensor, Tensor]:
         """Return this rank's shard of x for each parameter that has been updated at least once."""
         return {
-            tensor: averaged(local(tensor), local(state["z"]), self.betas[0])
+            tensor: averaged(local_part(tensor), local_part(state["z"]), self.betas[0])
             for tensor, state in self.state.items()
             if state and state["step"][0]
         }

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from shoestring.core.attachments import Attachments
+from shoestring.core.sharded import is_sharded
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched, matching
 
@@ -35,7 +35,7 @@ def factory(
         check_matched(groups, attachments.trained)
         tables = parameter_groups(attachments.trained, settings["lr"], weight_decay, groups)
         fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-        if kind is SGD and any(isinstance(parameter, DTensor) for parameter in parameters):
+        if kind is SGD and any(is_sharded(parameter) for parameter in parameters):
             fused = False  # torch up to 2.13 has no fused SGD for DTensors
         optimizer = kind(tables, fused=fused, **settings)
         if fused and settings.get("momentum"):

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from shoestring.optim.norms import local
+from shoestring.core.sharded import local_part
 
 
 @contextmanager
 def swapped(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Context manager during which `tensors` hold `values`, matched by name. Meanwhile `values` hold the original
     contents of `tensors`, so that the exchange needs extra memory for one tensor only."""
-    pairs = [(local(tensors[name]).detach(), local(value)) for name, value in values.items()]
+    pairs = [(local_part(tensors[name]).detach(), local_part(value)) for name, value in values.items()]
 
     def swap() -> None:
         for tensor, value in pairs:

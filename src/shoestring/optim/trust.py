@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from shoestring.optim.norms import local, local_gradient
+from shoestring.core.sharded import is_sharded, local_part
+from shoestring.optim.norms import local_gradient
 from shoestring.optim.stepping import Stepping
 
 BLOCK = 8192
@@ -88,7 +88,7 @@ class Layerwise(Stepping):
         for tensor in now.tensors:
             if not (state := self.state[tensor]):
                 state.update({name: torch.zeros_like(tensor, memory_format=torch.preserve_format) for name in names})
-        return [[local(self.state[tensor][name]) for tensor in now.tensors] for name in names]
+        return [[local_part(self.state[tensor][name]) for tensor in now.tensors] for name in names]
 
     def _record(self, bounded: Tensor, free: Tensor) -> None:
         """Set `numbers` from the ratios of the m tensors that adapt, after (`bounded`) and before (`free`) clipping to
@@ -121,7 +121,7 @@ class Now:
     def of(cls, steps: Sequence[tuple[dict[str, Any], Tensor]]) -> Now:
         """Collect the inputs from pairs of a parameter group and a tensor with a gradient."""
         tensors = [tensor for _, tensor in steps]
-        weights = [local(tensor) for tensor in tensors]
+        weights = [local_part(tensor) for tensor in tensors]
         gradients = [local_gradient(tensor) for tensor in tensors]
         rates, decays = ([group[key] for group, _ in steps] for key in ("lr", "weight_decay"))
         return cls(
@@ -131,7 +131,7 @@ class Now:
             [index for index, (group, _) in enumerate(steps) if group["adapts"]],
             _on(weights[0], rates),
             _on(weights[0], decays),
-            any(isinstance(tensor, DTensor) for tensor in tensors),
+            any(is_sharded(tensor) for tensor in tensors),
             all(
                 part.device.type == "cpu" and part.dtype is torch.float32 and part.is_contiguous()
                 for part in (*weights, *gradients)

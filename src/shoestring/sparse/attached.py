@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoestring._torch import is_fake
 from shoestring.core.feature import Phase, Seam
+from shoestring.core.sharded import is_sharded
 from shoestring.sparse import feed_forward, semi_structured
 from shoestring.sparse.mvue import next_key
 from shoestring.sparse.operands import SparseOperand
@@ -167,7 +167,7 @@ class SparseLayers:
 
     def _is_whole(self, name: str) -> bool:
         """Whether a weight is unsharded, so that this rank always has all rows."""
-        return not isinstance(self.attachments.trained[f"{name}.weight"], DTensor)
+        return not is_sharded(self.attachments.trained[f"{name}.weight"])
 
     def _forget_operands(self) -> None:
         for operand in self.operands.values():

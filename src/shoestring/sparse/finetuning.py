@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoestring.core.sharded import local_part
 from shoestring.models import slorb
 from shoestring.sparse.masked import Masks
 from shoestring.sparse.masks import row_mask
 from shoestring.sparse.report import ADAPTERS
-from shoestring.sparse.shards import local, summed
+from shoestring.sparse.shards import summed
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -58,7 +59,7 @@ class AnnealedMasks(Masks):
         super().forget(name)
         if self.ast.slorb:  # a dense layer has no masked weights for an adapter to replace
             with torch.no_grad():
-                local(self.attachments.trained[f"{name}.{slorb.NAME}"]).zero_()
+                local_part(self.attachments.trained[f"{name}.{slorb.NAME}"]).zero_()
 
     def _measure(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of a layer: add up the squares of its inputs, in training only."""
@@ -101,7 +102,7 @@ class AnnealedMasks(Masks):
         if not weights:
             return {}
         tensors = [
-            local(tensor) for weight in weights.values() for tensor in (weight.grad, weight) if tensor is not None
+            local_part(tensor) for weight in weights.values() for tensor in (weight.grad, weight) if tensor is not None
         ]
         wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(tensors, wide, strict=True)]

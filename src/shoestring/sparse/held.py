@@ -25,8 +25,9 @@ from shoestring._torch import (
     foreach_sub_,
 )
 from shoestring.core.errors import ConflictError
+from shoestring.core.sharded import local_part
 from shoestring.sparse.masked import ALL, Masks
-from shoestring.sparse.shards import local, summed
+from shoestring.sparse.shards import summed
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -146,10 +147,10 @@ class HeldMoments(Masks):
         operators."""
         lists: dict[str, list[Any]] = {"weights": [], "grads": [], "exp_avg": [], "exp_avg_sq": [], "counts": []}
         for weight, state in self._with_moments(group):
-            lists["weights"].append(local(weight))
-            lists["grads"].append(local(weight.grad))
-            lists["exp_avg"].append(local(state["exp_avg"]))
-            lists["exp_avg_sq"].append(local(state["exp_avg_sq"]))
+            lists["weights"].append(local_part(weight))
+            lists["grads"].append(local_part(weight.grad))
+            lists["exp_avg"].append(local_part(state["exp_avg"]))
+            lists["exp_avg_sq"].append(local_part(state["exp_avg_sq"]))
             lists["counts"].append(float(state["step"]) if not self.dense else 0.0)
         return lists
 

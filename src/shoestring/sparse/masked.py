@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoestring.core.sharded import local_part
 from shoestring.sparse import kernels
 from shoestring.sparse.calibration import Search
 from shoestring.sparse.masks import greedy_mask, prune, row_mask, torch_default_mask, transposable_mask
 from shoestring.sparse.product import Pruned, pack, unpack
-from shoestring.sparse.shards import gathered, local, own_rows
+from shoestring.sparse.shards import gathered, own_rows
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -111,7 +112,7 @@ class Masks:
         trained = self.attachments.trained
         for name, mask in self.masks.items():
             weight = trained[f"{name}.weight"]
-            newest = gathered(self.mask(name, local(weight)), weight)
+            newest = gathered(self.mask(name, local_part(weight)), weight)
             if self.search is not None:
                 newest = self.search.see(name, newest, self.attachments.progress.step)
             mask.copy_(newest)  # in place, because captured graphs and compiled code read this tensor
@@ -130,13 +131,13 @@ class Masks:
             weight = trained[f"{name}.weight"]
             if weight.grad is None:
                 continue
-            own = local(weight)
+            own = local_part(weight)
             dropped = own.masked_fill(unpack(own_rows(mask, weight), own.shape[1]), 0)
             if self.search is not None:
                 factors = self.search.factors_of_rows(len(mask), mask.device).to(own.dtype)
-                local(weight.grad).addcmul_(dropped, own_rows(factors[:, None], weight))
+                local_part(weight.grad).addcmul_(dropped, own_rows(factors[:, None], weight))
             else:
-                local(weight.grad).add_(self.scaled(name, dropped), alpha=self.factor)
+                local_part(weight.grad).add_(self.scaled(name, dropped), alpha=self.factor)
 
     def scaled(self, name: str, dropped: Tensor) -> Tensor:
         """Scale a layer's masked weights before the decay factor is applied; here they are unchanged."""

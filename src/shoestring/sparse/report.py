@@ -11,10 +11,11 @@ from torch import Tensor
 
 from shoestring import figures
 from shoestring.core.feature import Curve, Reduction, Table
+from shoestring.core.sharded import local_part
 from shoestring.sparse import semi_structured
 from shoestring.sparse.layers import LinearLayers
 from shoestring.sparse.product import unpack
-from shoestring.sparse.shards import local, summed
+from shoestring.sparse.shards import summed
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -77,7 +78,7 @@ class MaskMetrics:
         self.facts["steps with sparsity"] = self.facts.get("steps with sparsity", 0.0) + 1
         if (step + 1) % LOOK == 0:
             weights = self._weights()
-            self.before = {name: self.method.mask(name, local(weight)) for name, weight in weights.items()}
+            self.before = {name: self.method.mask(name, local_part(weight)) for name, weight in weights.items()}
         elif step % LOOK == 0 and self.before:
             self._look()
 
@@ -89,7 +90,7 @@ class MaskMetrics:
     def _look(self) -> None:
         weights, sums = self._weights(), []
         for name, weight in weights.items():
-            own = local(weight)
+            own = local_part(weight)
             mask = unpack(self.method.mask(name, own), own.shape[1])
             squares, masked_squares = own.double().square(), (own.double() * mask).square()
             changed = (mask ^ unpack(self.before[name], own.shape[1])).double()

@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a weight; a plain tensor is returned unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from shoestring.core.sharded import is_sharded, part_like, placed_like, shard_dims
 
 
 def why_apart(weight: Tensor, *, rows_too: bool) -> str:
@@ -19,41 +15,35 @@ def why_apart(weight: Tensor, *, rows_too: bool) -> str:
     Args:
         rows_too: whether masks cover tiles of four rows, not single rows.
     """
-    if not isinstance(weight, DTensor):
+    if not is_sharded(weight):
         return ""
-    for axis, placement in enumerate(weight.placements):
-        if isinstance(placement, Shard):
-            ranks = weight.device_mesh.size(axis)
-            rows = -(-weight.shape[0] // ranks)
-            if placement.dim != 0:
-                return "its columns are spread over ranks"
-            if rows_too and rows % 4:
-                return f"its shards have {rows} rows, which do not divide into groups of four"
+    for axis, dim in shard_dims(weight).items():
+        rows = -(-weight.shape[0] // weight.device_mesh.size(axis))
+        if dim != 0:
+            return "its columns are spread over ranks"
+        if rows_too and rows % 4:
+            return f"its shards have {rows} rows, which do not divide into groups of four"
     return ""
 
 
 def summed(numbers: Tensor, weight: Tensor) -> Tensor:
     """All-reduce a few numbers over the ranks that hold shards of `weight`, in place."""
-    if isinstance(weight, DTensor):
-        for axis, placement in enumerate(weight.placements):
-            if isinstance(placement, Shard):
-                dist.all_reduce(numbers, group=weight.device_mesh.get_group(axis))
+    if is_sharded(weight):
+        for axis in shard_dims(weight):
+            dist.all_reduce(numbers, group=weight.device_mesh.get_group(axis))
     return numbers
 
 
 def gathered(rows: Tensor, weight: Tensor) -> Tensor:
     """All-gather a tensor with one row for each row of `weight`: (local rows, n) -> (all rows, n)."""
-    if not isinstance(weight, DTensor):
+    if not is_sharded(weight):
         return rows
     shape = torch.Size((weight.shape[0], rows.shape[1]))
-    whole = DTensor.from_local(
-        rows.contiguous(), weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=(shape[1], 1)
-    )
-    return whole.full_tensor()
+    return placed_like(rows.contiguous(), weight, shape, (shape[1], 1)).full_tensor()
 
 
 def own_rows(whole: Tensor, weight: Tensor) -> Tensor:
     """Slice this rank's rows, as in `weight`, out of a tensor that every rank holds whole; no communication."""
-    if not isinstance(weight, DTensor):
+    if not is_sharded(weight):
         return whole
-    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+    return part_like(whole, weight).to_local()

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoestring.core.sharded import local_part
 from shoestring.sparse import kernels
 from shoestring.sparse.masks import row_mask
 from shoestring.sparse.product import FORWARD, Shrinking, pack, rounded, shrink
-from shoestring.sparse.shards import local, summed
+from shoestring.sparse.shards import summed
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -24,7 +25,7 @@ def least_squares_scale(weight: Tensor) -> Tensor:
 
     For a DTensor, the result is the scale of the whole weight: ranks all-reduce two numbers.
     """
-    part = local(weight).detach()
+    part = local_part(weight).detach()
     shrunk = shrink(part).double()
     products = summed(torch.stack([(part * shrunk).sum(), shrunk.square().sum()]), weight)
     return torch.where(products[1] > 0, products[0] / products[1], torch.ones_like(products[0]))

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoestring import report
 from shoestring.core.feature import Feature, export_weights
 from shoestring.core.job import Job, attachments_of
+from shoestring.core.sharded import is_sharded
 from shoestring.core.trace import span
 from shoestring.core.world import World
 from shoestring.data import baselines
@@ -201,17 +201,17 @@ def _whole(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
     state = attachments.weights()
     changing = [feature for feature in attachments.features if type(feature).export is not Feature.export]
     parted = bool(attachments.parted)
-    if not changing and not parted and not any(isinstance(value, DTensor) for value in state.values()):
+    if not changing and not parted and not any(is_sharded(value) for value in state.values()):
         return attachments.module
     if changing:
         with attachments.evaluating():  # recomputes buffers that depend on averaged weights (batch norm statistics)
             pass
     weights = {}
-    gathered = [value for value in state.values() if isinstance(value, DTensor)]
+    gathered = [value for value in state.values() if is_sharded(value)]
     room = _Room(sum(map(_padded, gathered)) if job.world.first else 0, folder)
     for name, value in state.items():
         full = attachments.whole(name, value)  # a collective, so every rank calls it
-        if isinstance(value, DTensor) and job.world.first:
+        if is_sharded(value) and job.world.first:
             full = room.tensor(full.shape, full.dtype).copy_(full)
         if job.world.first or parted:
             weights[name] = full.cpu() if isinstance(full, Tensor) else full

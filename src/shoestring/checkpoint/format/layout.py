@@ -13,14 +13,16 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from shoestring.core.errors import CheckpointError
 from shoestring.core.shard_order import Orders, ShardOrder
+from shoestring.core.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Offer = TypeVar("Offer")
 
@@ -115,14 +117,14 @@ def leaves_of(name: str, tensor: Tensor, holders: Sequence[int], order: ShardOrd
         CheckpointError: the tensor is a DTensor that is neither replicated nor sharded, such as a partial sum.
     """
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return [Leaf(name, shape, whole(shape), tuple(holders), tensor)]
     local, boxes = tensor.to_local().detach(), boxes_of(name, tensor, order)
     # The same box is held by the ranks with this rank's coordinates on all mesh axes that shard the tensor.
     mesh, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     index = tuple(
-        slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
+        slice(None) if placement.is_replicate() else slice(at, at + 1)
         for at, placement in zip(coordinate, tensor.placements, strict=True)
     )
     same = tuple(sorted(mesh[index].flatten().tolist()))
@@ -140,7 +142,7 @@ def whole(shape: Sequence[int]) -> Box:
 def order_at(path: str, tensor: Tensor, orders: Orders) -> ShardOrder | None:
     """Look up the shard order of a tensor by its path, which contains the name of a parameter; None if the tensor has
     the usual order."""
-    if not orders or not isinstance(tensor, DTensor):
+    if not orders or not is_sharded(tensor):
         return None
     order = next((orders[part] for part in path.split("/") if part in orders), None)
     return order if order is not None and order.describes(tensor) else None
@@ -153,6 +155,9 @@ def boxes_of(name: str, tensor: DTensor, order: ShardOrder | None = None) -> lis
     Args:
         order: the order of the DTensor's rows or columns, if it differs from the order in the saved tensor.
     """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     runs = [[(0, size)] for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -161,7 +166,7 @@ def boxes_of(name: str, tensor: DTensor, order: ShardOrder | None = None) -> lis
             runs[placement.dim] = shard_runs(runs[placement.dim], parts, index, int(placement.split_factor))
         elif isinstance(placement, Shard):
             runs[placement.dim] = shard_runs(runs[placement.dim], parts, index)
-        elif not isinstance(placement, Replicate):
+        elif not placement.is_replicate():
             raise CheckpointError(f"cannot save `{name}`: its placement is {placement}", hint="replicate or shard it")
     starts = [list(itertools.accumulate((size for _, size in of_dim), initial=0)) for of_dim in runs]
     dims = [[(*run, at) for run, at in zip(*of_dim, strict=False)] for of_dim in zip(runs, starts, strict=True)]

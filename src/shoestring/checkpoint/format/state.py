@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.tensor_file import bytes_of, header_of, in_order
 from shoestring.checkpoint.format.tree import decode, encode
 from shoestring.core.errors import CheckpointError
+from shoestring.core.sharded import is_sharded
 
 log = logging.getLogger("shoestring")
 
@@ -59,7 +59,7 @@ class PackedState:
         tree = json.dumps(encode(state, "", tensors))
         plain: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = tensor.full_tensor() if is_sharded(tensor) else tensor
             try:
                 plain[name] = whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
             except RuntimeError as error:  # sparse tensors and other layouts

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring.checkpoint.format.layout import PRIVATE, Box, boxes_of, order_at, sources, whole
@@ -24,7 +23,11 @@ from shoestring.checkpoint.tiers.staging import apart_name, home, orders_of
 from shoestring.core.attachments import Kept
 from shoestring.core.errors import CheckpointError
 from shoestring.core.shard_order import ShardOrder
+from shoestring.core.sharded import is_sharded, placed_like
 from shoestring.core.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 log = logging.getLogger("shoestring")
 
@@ -215,7 +218,7 @@ def gather_damage(group: RankGroup, damaged: Sequence[tuple[Offer, CheckpointErr
     return {(host, path): reason for of_rank in gathered for host, path, reason in of_rank}
 
 
-_Region = tuple[list[tuple[Box, Box]], DTensor | None]
+_Region = tuple[list[tuple[Box, Box]], "DTensor | None"]
 """Boxes of a tensor, as pairs (box of the whole tensor, box of the local tensor), and the DTensor into which to load
 the boxes, or None."""
 
@@ -250,7 +253,7 @@ class Wanted:
                 parameters = (parameter for group in entry.state.param_groups for parameter in group["params"])
                 tensors |= {f"{root(name)}/state/{index}": parameter for index, parameter in enumerate(parameters)}
             for path, tensor in tensors.items():
-                if isinstance(tensor, DTensor):
+                if is_sharded(tensor):
                     key = f"{home(tensor, self.world.rank)}:{path}" if entry.across == "own" else path
                     self._placed[key] = tensor
         self._trees = {rank: self._about(rank) for rank in range(self.checkpoint.ranks)}
@@ -299,14 +302,7 @@ class Wanted:
                 for read in reads:
                     region[read.box.inside(box)].copy_(next(tensors))
             if placed is not None:
-                layout = {"shape": placed.shape, "stride": placed.stride()}
-                local = DTensor.from_local(
-                    local.to(placed.to_local().device),
-                    placed.device_mesh,
-                    placed.placements,
-                    run_check=False,
-                    **layout,
-                )
+                local = placed_like(local.to(placed.to_local().device), placed)
             ready[tensor] = local
         return self._visit(name, lambda leaf, _: ready[leaf])
 
@@ -335,7 +331,7 @@ class Wanted:
         if parameter.ndim != len(shape) or not shape:
             return None
         factor = parameter.detach().new_zeros(shape)
-        return factor if isinstance(factor, DTensor) else None
+        return factor if is_sharded(factor) else None
 
     def _visit(self, name: str, leaf: Callable[[str, bool], Tensor]) -> dict[str, Any] | None:
         """Return this rank's state, with tensors from `leaf`; None if the checkpoint lacks the state, so that it starts

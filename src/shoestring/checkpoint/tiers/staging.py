@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoestring._torch import foreach_copy_, own_name
 from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, leaves_of, order_at, whole
@@ -32,6 +31,7 @@ from shoestring.core.attachments import Kept
 from shoestring.core.kept import ModelState, OptimizerState
 from shoestring.core.leases import Priority
 from shoestring.core.shard_order import ShardOrder
+from shoestring.core.sharded import is_sharded, local_part
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
@@ -134,7 +134,7 @@ class Content:
             self.tensors += leaves.values()
             self.outline += [
                 (own, path, leaf.dtype, leaf.shape, leaf.device_mesh, leaf.placements)
-                if isinstance(leaf, DTensor)
+                if is_sharded(leaf)
                 else (own, path, leaf.dtype, leaf.shape)
                 for path, leaf in leaves.items()
             ]
@@ -157,7 +157,7 @@ class Frame:
         for index, ((own, path, *_), tensor) in enumerate(zip(self.outline, content.tensors, strict=True)):
             holders = content.trainers.get(path) or content.trainers.get(path.rpartition("/")[0]) or range(world.size)
             order = order_at(path, tensor, content.orders)
-            apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
+            apart = own or (path in self._buffers and not is_sharded(tensor))
             name = apart_name(path, world.rank) if apart else path
             if own:
                 self.homes[path] = home(tensor, world.rank)
@@ -174,7 +174,7 @@ class Frame:
     def drafts(self, content: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
         """Return the drafts of this rank's parts, by name, for content with this outline."""
         with torch.no_grad():
-            data = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in content.tensors]
+            data = [local_part(tensor) for tensor in content.tensors]
             drafts = {}
             for kind, form in self.forms.items():
                 extra = {"trees": content.trees, "homes": self.homes} if kind == PRIVATE else {}
@@ -226,7 +226,7 @@ def apart_name(path: str, rank: int) -> str:
 
 def home(tensor: Tensor, rank: int) -> int:
     """Return the rank that is part of the name of a tensor in an "own" state."""
-    return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else rank
+    return int(tensor.device_mesh.mesh.min()) if is_sharded(tensor) else rank
 
 
 @dataclass(eq=False)

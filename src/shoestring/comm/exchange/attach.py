@@ -17,13 +17,14 @@ from shoestring._torch import overflows
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.exchange.coordinator import Coordinator, join_names, refuse_added
 from shoestring.comm.exchange.ddp_hook import HookState, in_memory_order
-from shoestring.comm.exchange.replicas import broadcast_weights, local_shard
+from shoestring.comm.exchange.replicas import broadcast_weights
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.state import ExchangeState
 from shoestring.comm.exchange.wire import naming_failures
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
+from shoestring.core.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.base import Exchange
@@ -49,7 +50,7 @@ def install(attachments: Attachments, settings: Exchange) -> None:
     ]
     ignored = getattr(attachments.model, "parameters_to_ignore", ())  # set by some users of DDP
     trained = {name: tensor for name, tensor in attachments.trained.items() if name not in ignored}
-    sizes = {name: local_shard(tensor).numel() * tensor.element_size() for name, tensor in trained.items()}
+    sizes = {name: local_part(tensor).numel() * tensor.element_size() for name, tensor in trained.items()}
     # Right before the optimizer step, gradients are already unscaled.
     scale = (lambda: attachments.scaler.get_scale()) if in_hook else (lambda: 1.0)
     coordinator = Coordinator(
@@ -121,18 +122,18 @@ def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: Ex
     grads: dict[str, Tensor] = {}  # this rank's shards
     for key, tensor in tensors.items():
         if (parameter := trained.get(key)) is None:  # frozen
-            grads[key] = torch.zeros_like(local_shard(tensor))
+            grads[key] = torch.zeros_like(local_part(tensor))
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grads[key] = local_shard(parameter.grad)
-    dense = {key: in_memory_order(grad, like=local_shard(tensors[key])) for key, grad in grads.items()}
+        grads[key] = local_part(parameter.grad)
+    dense = {key: in_memory_order(grad, like=local_part(tensors[key])) for key, grad in grads.items()}
     coordinator.exchange(dense)
     for key, grad in grads.items():
         if key not in trained:
             coordinator.return_to_residual(key, dense[key])
         elif grad.data_ptr() != dense[key].data_ptr():
-            grad.copy_(dense[key].as_strided(grad.shape, local_shard(tensors[key]).stride()))
+            grad.copy_(dense[key].as_strided(grad.shape, local_part(tensors[key]).stride()))
 
 
 class _ExchangeMetrics:

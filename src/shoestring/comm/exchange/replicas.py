@@ -6,19 +6,14 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shoestring.collectives import broadcast_tensors
 from shoestring.comm.exchange.wire import naming_failures
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor is returned unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from shoestring.core.sharded import local_part
 
 
 def broadcast_weights(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     """Broadcast the first rank's weights, because averaging differently initialised replicas makes no sense."""
     for tensor in tensors:
         with naming_failures(f"broadcast of a weight of {tuple(tensor.shape)} when the exchange was attached"):
-            broadcast_tensors([local_shard(tensor)], group)
+            broadcast_tensors([local_part(tensor)], group)

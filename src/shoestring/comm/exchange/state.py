@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shoestring.comm.exchange.coordinator import Coordinator
 from shoestring.comm.exchange.ddp_hook import in_memory_order
-from shoestring.comm.exchange.replicas import local_shard
 from shoestring.core.attachments import Attachments
+from shoestring.core.sharded import local_part
 
 log = logging.getLogger("shoestring")
 
@@ -69,7 +69,7 @@ class ExchangeState:
         exchange gradients."""
         grads = {name: torch.empty_like(tensor) for name, tensor in self.attachments.trained.items()}
         flat = {
-            name: in_memory_order(local_shard(grad), like=local_shard(self.attachments.trained[name]))
+            name: in_memory_order(local_part(grad), like=local_part(self.attachments.trained[name]))
             for name, grad in grads.items()
         }
         self.coordinator.decode(flat, averages)

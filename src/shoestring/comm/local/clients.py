@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_
 from shoestring.comm.codecs.dense import split_like, unflatten
-from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.local.outer import OuterOptimizer
 from shoestring.comm.local.outer_state import keep_state, let_replicas_differ
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
+from shoestring.core.sharded import local_part
 from shoestring.data.clients import ClientLoader, ClientStates, Turn
 from shoestring.data.loader import Loader
 
@@ -65,13 +65,13 @@ class PrivateTensors:
 
     def copy(self) -> dict[str, Tensor]:
         """Copy the model's present values."""
-        return {name: local_shard(tensor).detach().clone() for name, tensor in self.tensors.items()}
+        return {name: local_part(tensor).detach().clone() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def put(self, values: dict[str, Tensor]) -> None:
         """Write values to the model."""
         for name, tensor in self.tensors.items():
-            local_shard(tensor).copy_(values[name])
+            local_part(tensor).copy_(values[name])
 
     def state_dict(self) -> dict[str, Any]:
         return self.values
@@ -166,7 +166,7 @@ class ClientTurns(ClientStates):
             for parameter, weight, anchor in zip(fragment.parameters.values(), fragment.weights, anchors, strict=True):
                 if parameter.grad is not None:
                     pull = (weight - anchor).to(parameter.grad.dtype)
-                    local_shard(parameter.grad).add_(pull, alpha=self.settings.proximal)
+                    local_part(parameter.grad).add_(pull, alpha=self.settings.proximal)
 
     @torch.no_grad()
     def end_step(self) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_
 from shoestring.comm.codecs.dense import flatten, split_like, unflatten
-from shoestring.comm.exchange.replicas import local_shard
+from shoestring.core.sharded import is_sharded, local_part, part_like, placed_like
 from shoestring.models.blocks import repeated
 
 
@@ -53,7 +52,7 @@ class Fragment:
     def weights(self) -> list[Tensor]:
         """This rank's shard of each parameter. Shards are looked up at every call, because sharding may replace
         tensors."""
-        return [local_shard(parameter) for parameter in self.parameters.values()]
+        return [local_part(parameter) for parameter in self.parameters.values()]
 
     def flat(self) -> Tensor:
         """The replica's weights theta as one new flat tensor."""
@@ -73,7 +72,7 @@ class Fragment:
         flat = torch.zeros_like(self.anchor)
         for part, parameter in zip(split_like(flat, self.weights), self.parameters.values(), strict=True):
             if parameter.grad is not None:
-                part.copy_(local_shard(parameter.grad))
+                part.copy_(local_part(parameter.grad))
         return flat
 
     def set_gradient(self, flat: Tensor) -> None:
@@ -82,7 +81,7 @@ class Fragment:
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                local_shard(parameter.grad).copy_(part)
+                local_part(parameter.grad).copy_(part)
 
     def step_outer(self, mean: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
         """Make one step of the outer optimizer, SGD as in torch; overwrites `mean`."""
@@ -112,9 +111,8 @@ class Fragment:
         """Split a flat tensor into tensors for a checkpoint, sharded like the parameters."""
         saved = self.split_named(flat)
         for name, parameter in self.parameters.items():
-            if isinstance(parameter, DTensor):
-                mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
-                saved[name] = DTensor.from_local(saved[name], mesh, placements, shape=parameter.shape, stride=stride)
+            if is_sharded(parameter):
+                saved[name] = placed_like(saved[name], parameter)
         return saved
 
     def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
@@ -122,9 +120,8 @@ class Fragment:
         parts = []  # this rank's shards
         for name, parameter in self.parameters.items():
             part = saved[name]
-            if isinstance(parameter, DTensor):
-                whole, mesh = part.to(parameter.device), parameter.device_mesh
-                part = local_shard(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
+            if is_sharded(parameter):
+                part = part_like(part.to(parameter.device), parameter).to_local()
             parts.append(part)
         foreach_copy_(split_like(flat, self.weights), parts)
 

@@ -28,7 +28,6 @@ from shoestring.comm.codecs.codec import AllGather, Codec, Grads
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.exchange.coordinator import refuse_added
-from shoestring.comm.exchange.replicas import local_shard
 from shoestring.comm.exchange.route import Route
 from shoestring.comm.exchange.wire import Wire, all_finite, find_finite, naming_failures
 from shoestring.comm.exchange.worker import Worker, WorkerTask
@@ -38,6 +37,7 @@ from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import DATA, HOSTS, Phase
+from shoestring.core.sharded import local_part
 from shoestring.core.trace import span
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ class _MergeMetrics:
         self.before, self.waited = channel.sent, 0.0
         replicas = attachments.world.ranks_over(settings.over)
         whole = sum(
-            local_shard(parameter).nbytes for parameter in attachments.module.parameters() if parameter.requires_grad
+            local_part(parameter).nbytes for parameter in attachments.module.parameters() if parameter.requires_grad
         )
         zeros = dict.fromkeys(("outer_bytes", "outer_steps", "outer_syncs", "outer_exposed"), 0.0)
         attachments.trace.facts |= {**zeros, "outer_without": ring_bytes("all-reduce", whole, replicas)}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shoestring.comm.exchange.worker import WorkerTask
 from shoestring.comm.local.outer import ASKED, WEIGHT, OuterOptimizer, PendingMerge, any_failed
@@ -18,6 +17,7 @@ from shoestring.comm.local.second_moment import AVERAGED_FOR
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
+from shoestring.core.sharded import is_sharded
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps
@@ -41,7 +41,7 @@ def install(attachments: Attachments, settings: LocalSteps) -> None:
 def keep_state(attachments: Attachments, outer: OuterOptimizer) -> None:
     """Register what checkpoints save: the outer optimizer's state, equal for all replicas, and the state of each rank's
     codecs."""
-    sharded = any(isinstance(parameter, DTensor) for parameter in attachments.module.parameters())
+    sharded = any(is_sharded(parameter) for parameter in attachments.module.parameters())
     attachments.keep("outer", SharedState(outer), across="shard" if sharded else "same", merged=True)
     own = RankState(outer)
     attachments.keep("replica", own, across="own", merge=own.merge)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from shoestring._torch import foreach_add, foreach_addcmul_
-from shoestring.comm.exchange.replicas import local_shard
 from shoestring.core.attachments import Attachments
+from shoestring.core.sharded import local_part
 
 AVERAGED_FOR = "averaged_for"
 """Key in an optimizer's parameter group: number N of replicas for which beta = 1 - (1 - beta2) / N was last used."""
@@ -81,12 +81,12 @@ class SecondMoments:
             adams = [parameter for parameter in states if parameter.grad is not None]
             if adams and not (overflowed or averaged):
                 v, m = (
-                    [local_shard(states[parameter][key]) for parameter in adams] for key in ("exp_avg_sq", "exp_avg")
+                    [local_part(states[parameter][key]) for parameter in adams] for key in ("exp_avg_sq", "exp_avg")
                 )
-                g = [local_shard(parameter.grad) for parameter in adams]
+                g = [local_part(parameter.grad) for parameter in adams]
                 if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
                     decay = -group["weight_decay"] if group.get("maximize") else group["weight_decay"]
-                    g = foreach_add(g, [local_shard(parameter) for parameter in adams], alpha=decay)
+                    g = foreach_add(g, [local_part(parameter) for parameter in adams], alpha=decay)
                 share = float(others * (1 - beta) / beta)
                 foreach_addcmul_(v, m, m, share)
                 foreach_addcmul_(v, g, g, -share)

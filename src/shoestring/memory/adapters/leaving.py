@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shoestring.core.attachments import Attachments
+from shoestring.core.sharded import is_sharded
 from shoestring.memory.adapters.layers import parameters_of
 from shoestring.models import adapter_folder, nf4
 from shoestring.models.adapters import MAGNITUDE, A, B, adapters_in
@@ -53,7 +53,7 @@ def gather_adapters(attachments: Attachments, feature: str, base: str, dropout: 
     names += [name for aliases in parameters_of(attachments.module, record.modules).values() for name in aliases]
     state = attachments.weights()
     values = {name: state[name] for name in names if name in state}
-    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+    whole = {name: value.full_tensor() if is_sharded(value) else value for name, value in values.items()}
 
     def write(folder: Path) -> None:
         adapters, fingerprint = adapters_in(whole, record.scales), record.fingerprint

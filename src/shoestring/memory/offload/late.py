@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring._torch import foreach_norm, is_fake, step_without_hooks
 from shoestring.core.feature import Phase
+from shoestring.core.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -70,9 +70,9 @@ class LateSteps:
             {part.name: grad for part in bucket.parts if (grad := trained[part.name].grad) is not None}
             for bucket in buckets
         ]
-        if any(is_fake(_local(grad)) for by_name in gradients for grad in by_name.values()):
+        if any(is_fake(local_part(grad)) for by_name in gradients for grad in by_name.values()):
             return  # fake tensors, in a prediction of memory, have no values to compare
-        norms = [foreach_norm([_local(grad) for grad in by_name.values()]) for by_name in gradients]
+        norms = [foreach_norm([local_part(grad) for grad in by_name.values()]) for by_name in gradients]
         squares = torch.tensor(
             [sum(float(norm) ** 2 for norm in of_bucket) for of_bucket in norms], dtype=torch.float64
         )
@@ -113,7 +113,7 @@ class LateSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """The deferred gradients, and the optimizer's settings for them."""
-        gradients = {name: _local(grad) for by_name in self._deferred.values() for name, grad in by_name.items()}
+        gradients = {name: local_part(grad) for by_name in self._deferred.values() for name, grad in by_name.items()}
         return {"gradients": gradients, "settings": self._group_of}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -184,7 +184,3 @@ def smallest(squares: Sequence[float], sizes: Sequence[int], share: float) -> li
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the settings of a parameter group."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoestring._torch import is_fake
+from shoestring.core.sharded import is_sharded
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -187,7 +187,7 @@ def _tensors(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors in a tensor: itself, a DTensor's local shard, or the parts of a quantized tensor."""
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         with torch.no_grad():
             yield from parts(tensor.to_local())
     elif flatten := getattr(tensor, "__tensor_flatten__", None):

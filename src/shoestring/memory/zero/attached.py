@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoestring._torch import allow_any_gradient, step_without_hooks
 from shoestring.collectives import broadcast_tensors
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
+from shoestring.core.sharded import local_part
 from shoestring.memory.zero.buckets import ShardedParameter, deal_buckets
 from shoestring.memory.zero.buffers import Buffers
 from shoestring.memory.zero.collectives import Collectives
@@ -131,6 +131,8 @@ class Divided:
         """Wrap a shard, or the gradient of a shard, in a DTensor; on one rank, return the shard unchanged."""
         if self.mesh is None:
             return shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         shape, stride = part.parameter.shape, part.parameter.stride()
         placement = Replicate() if part.whole else Shard(0)
         return DTensor.from_local(shard, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
@@ -201,7 +203,7 @@ class Divided:
         if trained.grad is None:
             trained.grad = self.spread(part, mean)
             return
-        held = trained.grad.to_local() if isinstance(trained.grad, DTensor) else trained.grad
+        held = local_part(trained.grad)
         if not is_half(held):
             held += mean
         else:

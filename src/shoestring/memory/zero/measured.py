@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shoestring.core.attachments import Attachments
+from shoestring.core.sharded import local_part
 from shoestring.memory.zero.buckets import Bucket
 from shoestring.memory.zero.collectives import Collectives
 
@@ -37,8 +37,8 @@ class StepMetrics:
             trained, state = self.attachments.trained, self.attachments.optimizer.state
             for part in self.parts:
                 parameter, tensor = part.parameter, trained[part.name]
-                shard = _local(tensor)
-                own = [_local(value) for value in state.get(tensor, {}).values() if isinstance(value, Tensor)]
+                shard = local_part(tensor)
+                own = [local_part(value) for value in state.get(tensor, {}).values() if isinstance(value, Tensor)]
                 if shard.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():  # a master copy
                     own.append(shard)
                 gradient = parameter.element_size() * shard.numel()
@@ -47,7 +47,3 @@ class StepMetrics:
                 without += parameter.nbytes + divided * parameter.numel() / max(shard.numel(), 1)
             facts["zero_held"], facts["zero_without"] = held, without
             facts["zero_parameters"] = sum(part.parameter.nbytes for part in self.parts)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from shoestring._torch import step_without_hooks
 from shoestring.core.errors import ConfigError
+from shoestring.core.sharded import is_sharded
 
 OWN_STATE = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -55,6 +55,8 @@ def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh |
     scale = torch.arange(1, 8 * size + 1)[:, None]
     drawn = [(torch.randn(8 * size, 8, generator=generator) * scale).to(device) for _ in range(4)]
     if on is not None:
+        from torch.distributed.tensor import DTensor, Shard
+
         drawn = [DTensor.from_local(tensor[rows].clone(), on, [Shard(0)], run_check=False) for tensor in drawn]
     matrix, *gradients = drawn
     # An optimizer of the same class and with the same attributes, for the matrix and without state.
@@ -70,7 +72,7 @@ def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh |
     for gradient in gradients:
         matrix.grad = gradient
         step_without_hooks(alike)
-    return matrix.to_local().detach() if isinstance(matrix, DTensor) else matrix.detach()[rows]
+    return matrix.to_local().detach() if is_sharded(matrix) else matrix.detach()[rows]
 
 
 def _copied(value: Any) -> Any:

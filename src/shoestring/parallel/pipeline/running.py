@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shoestring._torch import timeout_of
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
+from shoestring.core.sharded import local_part
 from shoestring.core.step import MicroBatches
 from shoestring.core.trace import span
 from shoestring.parallel.pipeline.messages import Inbox, Outbox, TensorForm
@@ -175,7 +175,7 @@ class Running:
                 continue
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
-            grad = tensor.grad.to_local() if isinstance(tensor.grad, DTensor) else tensor.grad
+            grad = local_part(tensor.grad)
             sent = grad.to(self.device).contiguous()
             theirs = torch.empty_like(sent)
             with span("pipeline", "wire", sent.nbytes):

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoestring.collectives import broadcast_tensors
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.core.shard_order import ShardOrder
+from shoestring.core.sharded import is_sharded, placed_like
 from shoestring.figures import percent
 from shoestring.models import hf
 from shoestring.models.blocks import is_transposed
@@ -34,6 +34,8 @@ from shoestring.parallel.tensor.names import HELD_FACT, TENSOR, WHOLE_FACT
 from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from shoestring.parallel.settings import Tensor as Settings
 
 
@@ -51,7 +53,7 @@ def attach(attachments: Attachments, settings: Settings) -> None:
 
 def _fingerprint(stepped: DTensor) -> Tensor:
     """Two numbers that tell gradients apart: the norm, and a sum that is weighted by position."""
-    assert isinstance(stepped.grad, DTensor)
+    assert is_sharded(stepped.grad)
     gradient = stepped.grad.to_local().detach().flatten().double()
     places = torch.linspace(-1, 1, len(gradient), dtype=torch.float64, device=gradient.device)
     return torch.stack([gradient.norm(), gradient @ places])
@@ -203,6 +205,8 @@ class Splitting:
 
     def _placed(self, local: Tensor, dim: int | None, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
         """The DTensor of a part that is split along `dim`; if `dim` is None, of a tensor that all ranks have."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         names = self.mesh.mesh_dim_names or ()
         placements = [Replicate() if dim is None or name != TENSOR else Shard(dim) for name in names]
         placed = DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -223,8 +227,7 @@ class Splitting:
         """Move the gradients to the tensors that the optimizer steps."""
         for part, stepped in self.stepped.items():
             if part.grad is not None:
-                layout: dict[str, Any] = {"shape": stepped.shape, "stride": stepped.stride()}
-                stepped.grad = DTensor.from_local(part.grad, self.mesh, stepped.placements, run_check=False, **layout)
+                stepped.grad = placed_like(part.grad, stepped)
                 part.grad = None
 
     def _compare(self) -> None:
