@@ -12,6 +12,7 @@ prints the README's table from the cells that are stored.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import torch
 
 from benchmarks.harness import Bar, Deadline, Measured, run_command, stored
 from benchmarks.intervals import of_mean, of_median, of_ratio, of_share
+from benchmarks.recipes.cells import Call, made
 from benchmarks.rows import RESULTS
 from shoestring.models.loading import load_model
 from shoestring_recipes.retrieval import communities, dictionaries
@@ -66,12 +68,14 @@ def trained(seed: int, method: str = "") -> Path:
             flags = ("--data.arguments.miner", str(trained(seed)))
         named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--folder", str(folder), "--resume", "auto"]
         named += ["--evaluate_every", "0", "--evaluate", ""]  # it is judged here
-        run_command([sys.executable, "-m", "shoestring", "train", "retrieval", *named, *flags])
+        alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # others train beside it
+        run_command([sys.executable, "-m", "shoestring", "train", "retrieval", *named, *flags], env=alone)
     return folder
 
 
 def judged(seed: int, method: str = "") -> dict[str, Any]:
     """The rank of each query's document by each kind of ranking, and what was chosen on the validation pairs."""
+    torch.set_num_threads(1)
     model, _ = load_model(trained(seed, method))
     held_out = data(negatives=0, seed=seed)[1]
     asked, tuned = held_out.pairs[: held_out.queries], held_out.validation
@@ -90,27 +94,25 @@ class Study:
     """All that is judged, each made once and stored in a folder."""
 
     def __init__(self, runs: Path, deadline: Deadline) -> None:
-        self.runs, self.check = runs, deadline.check
+        self.runs, self.deadline = runs, deadline
 
     def seeds(self) -> list[int]:
         """Seeds that were drawn after all settings were fixed."""
         draw = lambda: {"seeds": [100 + secrets.randbelow(2**30) for _ in range(SEEDS)]}  # noqa: E731
-        return stored(self.runs / "seeds.json", self.check, draw)["seeds"]
+        return stored(self.runs / "seeds.json", self.deadline.check, draw)["seeds"]
 
     def cells(self, method: str = "") -> list[MethodComparison]:
         """The judged ranks of each seed."""
+        if method == MINED:
+            self.cells()  # their models look for the negatives
         name = method.replace(" ", "-") or "shipped"
-        rows = [
-            stored(self.runs / f"{name}-{seed}.json", self.check, partial(judged, seed, method))
-            for seed in self.seeds()
-        ]
-        return [comparison(row) for row in rows]
+        calls: dict[str, Call] = {f"{name}-{seed}": (judged, seed, method) for seed in self.seeds()}
+        return [comparison(row) for row in made(self.runs, self.deadline, calls).values()]
 
     def belonging(self) -> list[dict[str, Any]]:
         """How well communities are told, for each seed."""
-        return [
-            stored(self.runs / f"communities-{seed}.json", self.check, partial(told, seed)) for seed in self.seeds()
-        ]
+        calls: dict[str, Call] = {f"communities-{seed}": (told, seed) for seed in self.seeds()}
+        return list(made(self.runs, self.deadline, calls).values())
 
 
 def comparison(row: Mapping[str, Any]) -> MethodComparison:
