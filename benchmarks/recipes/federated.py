@@ -64,12 +64,20 @@ def settings() -> dict[str, Any]:
 # -- trainings ---------------------------------------------------------------------------------------------------------
 
 
-def clients_of(left_out: str, judged: str) -> tuple[dict[str, Digits], Digits]:
-    """The clients without those of two domains, and all samples of one of the two."""
-    parts, _ = data(left_out=left_out)
-    images, labels, _ = domain(judged)
-    held = Digits(images, labels, torch.full_like(labels, list(DOMAINS).index(judged)))
-    return {name: part for name, part in parts.items() if name.rpartition("-")[0] != judged}, held
+def taught_alone(name: str) -> tuple[dict[str, Digits], Digits]:
+    """The clients of one domain, and all samples of the other two, in an order drawn once."""
+    others = [other for other in DOMAINS if other != name]
+    parts = data(left_out=others[0])[0]
+    clients = {client: part for client, part in parts.items() if client.rpartition("-")[0] == name}
+    held = together({other: Digits(*whole(other)) for other in others})
+    order = torch.randperm(len(held), generator=torch.Generator().manual_seed(0))
+    return clients, Digits(held.images[order], held.labels[order], held.domains[order])
+
+
+def whole(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The images, labels and domain numbers of a domain."""
+    images, labels, _ = domain(name)
+    return images, labels, torch.full_like(labels, list(DOMAINS).index(name))
 
 
 def together(clients: Mapping[str, Digits]) -> Digits:
@@ -78,9 +86,9 @@ def together(clients: Mapping[str, Digits]) -> Digits:
     return Digits(*(torch.cat(column) for column in columns))
 
 
-def tuning_data(left_out: str, judged: str, pooled: bool) -> tuple[Any, Digits]:
+def tuning_data(learnt: str, pooled: bool) -> tuple[Any, Digits]:
     """What a training that chooses settings learns from and is judged by."""
-    clients, held = clients_of(left_out, judged)
+    clients, held = taught_alone(learnt)
     return together(clients) if pooled else clients, held
 
 
@@ -113,11 +121,10 @@ def trained(changes: Mapping[str, Any], data_name: str, arguments: Mapping[str, 
     return {name: value for name, value in metrics.items() if isinstance(value, float)}
 
 
-def tuning(method: str, number: int, left_out: str, judged: str) -> dict[str, Any]:
-    """Accuracy of a candidate that learns from the third domain, on the domain `judged`."""
-    arguments = {"left_out": left_out, "judged": judged}
-    metrics = trained(METHODS[method][number], "tuning_data", arguments, TUNED_WITH)
-    return {"accuracy": metrics[f"accuracy_{judged}"]}
+def tuning(method: str, number: int, learnt: str) -> dict[str, Any]:
+    """Accuracies of a candidate that learns from one domain on the other two."""
+    metrics = trained(METHODS[method][number], "tuning_data", {"learnt": learnt}, TUNED_WITH)
+    return {name: value for name, value in metrics.items() if name.startswith("accuracy_")}
 
 
 def cell(method: str, number: int, left_out: str, seed: int) -> dict[str, Any]:
@@ -145,17 +152,16 @@ class Contest:
 
     def chosen(self) -> dict[tuple[str, str], int]:
         """(method, domain left out) -> number of the candidate that is best on the other domains."""
-        pairs = list(permutations(DOMAINS, 2))
         numbered = [(method, number) for method, candidates in METHODS.items() for number in range(len(candidates))]
-        keys = [(*candidate, *pair) for candidate in numbered for pair in pairs]
-        names = {key: f"tuning-{slug(key[0])}-{key[1]}-{key[2]}-{key[3]}" for key in keys}
+        keys = [(*candidate, learnt) for candidate in numbered for learnt in DOMAINS]
+        names = {key: f"tuning-{slug(key[0])}-{key[1]}-{key[2]}" for key in keys}
         results = made(self.runs, self.deadline, {names[key]: (tuning, *key) for key in keys})
         best = {}
         for method, candidates in METHODS.items():
             for left_out in DOMAINS:
-                inner = [pair for pair in pairs if pair[0] == left_out]
+                inner = [pair for pair in permutations(DOMAINS, 2) if left_out not in pair]
                 scores = [
-                    [results[names[method, number, *pair]]["accuracy"] for pair in inner]
+                    [results[names[method, number, learnt]][f"accuracy_{judged}"] for learnt, judged in inner]
                     for number in range(len(candidates))
                 ]
                 best[method, left_out] = int(np.mean(scores, 1).argmax())

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import Deadline
-from benchmarks.recipes import retrieval
+from benchmarks.recipes import cells, retrieval
 from benchmarks.recipes.__main__ import command
+from tests.benchmarks.inline_pool import Inline
 
 
 def test_a_part_can_be_named_alone(capsys):
@@ -32,6 +33,7 @@ def test_cells_are_stored_and_compared_with_the_best_bm25(tmp_path, monkeypatch)
         }
 
     monkeypatch.setattr(retrieval, "judged", judged)
+    monkeypatch.setattr(cells, "ProcessPoolExecutor", Inline)
     study = retrieval.Study(tmp_path, Deadline())
     above = retrieval.above_best(study, 1)
     assert above.value == pytest.approx(0.45) and above.interval[0] < 0.45 < above.interval[1]
