@@ -35,6 +35,7 @@ from shoestring.models.loading import load_model
 from shoestring.run import parse
 from shoestring.training.loop import train
 from shoestring_recipes.reply import ranking
+from shoestring_recipes.reply.inventory import emoji
 from shoestring_recipes.reply.matching import of_clips, of_texts
 from shoestring_recipes.reply.model import TwoEncoders
 from shoestring_recipes.reply.ranking import BM25, HELD_OUT, MEASURES, MINILM, OURS, UNSHARED, UNTAUGHT, ReplyComparison
@@ -153,6 +154,12 @@ class ReplyStudy:
         note = f"{np.mean(ours):.3f}, {other} {np.mean(theirs):.3f}; {texts} texts"
         return of_mean([one - two for one, two in zip(ours, theirs, strict=True)], note)
 
+    def above_chance(self, method: str) -> Measured:
+        """How much higher the recall of a method is on texts of emoji that were not taught than that of any order."""
+        recalls = self.values(method, OURS, UNTAUGHT, "recall_10")
+        chance = 10 / len(emoji(arguments(0)["modules"]))
+        return of_mean([one - chance for one in recalls], f"{np.mean(recalls):.4f}, chance {chance:.4f}")
+
 
 def faster_in_bf16(deadline: Deadline) -> Measured:
     """What autocast is worth on a batch of 256 texts."""
@@ -190,6 +197,8 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
         for word, other, group, how in compared
         for key, quantity in measured.items()
     ]  # fmt: skip
+    pixels = "reply: share of texts of emoji that were not taught whose emoji is among the first ten, by frames alone"
+    bars.append(bar("frames-recall", f"{pixels}, above chance", lambda _: study.above_chance(FRAMES), "chance"))
     cast = "reply: processor time of a step in float32 over that with [precision.autocast], on a CPU with bf16 units"
     return [*bars, Bar("recipes.reply-autocast", cast, ">=", 1.2, faster_in_bf16, kind="timed")]
 

@@ -30,7 +30,7 @@ def toy(monkeypatch):
 def test_a_part_can_be_named_alone(capsys):
     assert command(["--only", "reply", "--list"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("recipes.reply-") == 11 and "recipes.reply-untaught-ndcg  > 0" in printed
+    assert printed.count("recipes.reply-") == 12 and "recipes.reply-untaught-ndcg  > 0" in printed
 
 
 def test_cells_are_stored_and_compared(tmp_path, toy, monkeypatch):
@@ -40,6 +40,7 @@ def test_cells_are_stored_and_compared(tmp_path, toy, monkeypatch):
     assert above.value == pytest.approx(0.4) and above.interval == pytest.approx((0.4, 0.4)) and "0.600" in above.note
     assert study.above(reply.TAGS, UNTAUGHT, "ndcg_30").value == pytest.approx(0.5)
     assert study.above(reply.FRAMES, HELD_OUT, "ndcg_30").value == pytest.approx(1.0)
+    assert study.above_chance(reply.TAGS).value == pytest.approx(1 - 10 / 1911)
     assert study.above(reply.LAST, HELD_OUT, "ndcg_30").value == pytest.approx(1 - 1 / np.log2(3))
     missing = study.above(reply.MINILM, UNSHARED, "recall_10")
     assert isinstance(missing, NotRun) and missing.reason.startswith("all-MiniLM-L6-v2 is not at")
