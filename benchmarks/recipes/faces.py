@@ -56,6 +56,8 @@ JUDGED = 8
 """Number of cells, of twelve: they leave out each kind of mask twice and each look-alike at least twice."""
 AVERAGED = (0, 3, 5)
 """Cells that are trained once more without averaging weights."""
+PAIRED = AVERAGED
+"""Cells whose networks are asked to tell two people apart."""
 
 
 @lru_cache(1)
@@ -258,8 +260,9 @@ class Study:
         self.cells()
         faces = torch.from_numpy(np.stack(list(portraits().values())))[:, None]
         margins = []
-        for cell, seed in enumerate(self.seeds()[:JUDGED]):
-            model, _ = load_model(trained(cell, seed))
+        seeds = self.seeds()
+        for cell in PAIRED:
+            model, _ = load_model(trained(cell, seeds[cell]))
             with torch.no_grad():
                 rows = forward(model.eval(), {"inputs": faces})["embedding"][:, 0].numpy()
             margins.append(margin(rows @ rows.T))
