@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import OutOfBudget
 from benchmarks.machine import ROOT
+from shoestring.report import history_file
 
 RECIPE = ROOT / "src" / "shoestring_recipes" / "quickstart" / "run.toml"
 
@@ -29,14 +31,20 @@ def recipe(steps: int, *, seed: int, rate: float = 0.0) -> dict[str, Any]:
     return document
 
 
-def train_to_end(document: Mapping[str, Any], check: Callable[[], None]) -> Mapping[str, float]:
+def ended(folder: Path) -> bool:
+    """Whether the run of a folder has made its last step: one that a signal has stopped has left a model too."""
+    events = history_file.read(folder)
+    return bool(events) and events[-1]["event"] == "finished" and (folder / "model").is_dir()
+
+
+def train_to_end(document: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> Mapping[str, float]:
     """The metrics of a run.
 
     Args:
         check: raises OutOfBudget when the time is up; the run then stops after a whole step.
 
     Raises:
-        OutOfBudget: it was stopped.
+        OutOfBudget: it was stopped, by the check or by a signal.
     """
     from shoestring.core.world import World
     from shoestring.run import parse

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, Measured, stored
 from benchmarks.intervals import of_mean
-from benchmarks.training import recipe, train_to_end
+from benchmarks.training import ended, recipe, train_to_end
 from shoestring.decode import Distill
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Drafters:
     def target(self) -> Path:
         """The folder of the target's run; trained now if it was not before."""
         folder = self.cache / f"target-{TARGET_STEPS}"
-        if not (folder / "model").is_dir():
+        if not ended(folder):
             self.check()
             document = recipe(TARGET_STEPS, seed=0)
             document["run"] |= {"folder": str(folder), "resume": "auto"}
@@ -97,7 +97,7 @@ class Drafters:
         rate = self.rate("kl")
         folder = self._reference(rate, seed)
         self.run("kl", rate, seed)
-        if not (folder / "model").is_dir():  # stored, and its model is not in this cache
+        if not ended(folder):  # stored, and its model is not in this cache
             self._make("kl", rate, seed, 1.0)
         return folder
 

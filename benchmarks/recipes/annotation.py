@@ -32,6 +32,7 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun, run_command, sto
 from benchmarks.intervals import of_mean, of_quantile, of_share
 from benchmarks.recipes.autocast import faster
 from benchmarks.rows import RESULTS, Kind, Op
+from benchmarks.training import ended
 from shoestring.core.task import call_model
 from shoestring.models.images import small
 from shoestring.storage import foreign
@@ -290,7 +291,7 @@ def whole_tables_read(deadline: Deadline) -> Measured:
 def trained(kind: str, noise: float, seed: int) -> dict[str, Any]:
     """The last figures of a training."""
     folder = CACHE.absolute() / f"{seed}-{noise}-{kind}"
-    if not (folder / "model").exists():
+    if not ended(folder):
         named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--data.arguments.noise", str(noise)]
         named += ["--data.arguments.labels", kind, "--steps", str(STEPS), "--evaluate_every", str(STEPS)]
         named += ["--folder", str(folder), "--resume", "auto"]

@@ -31,11 +31,9 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun, run_command, sto
 from benchmarks.intervals import of_mean, of_ratio
 from benchmarks.recipes.autocast import faster
 from benchmarks.rows import RESULTS
-from shoestring.core.world import World
+from benchmarks.training import ended, train_to_end
 from shoestring.data.pictures import read_picture
 from shoestring.models.loading import load_model
-from shoestring.run import parse
-from shoestring.training.loop import train
 from shoestring_recipes.faces.contest import bare_faces, classical
 from shoestring_recipes.faces.contest import pictures as pictures_of
 from shoestring_recipes.faces.detection import find
@@ -72,7 +70,7 @@ def samples(cell: int, seed: int) -> tuple[CoveredFaces, CoveredFaces]:
 def trained(cell: int, seed: int, *, average: bool = True) -> Path:
     """The run folder of the recipe trained on a cell, as shipped or without averaging weights."""
     folder = CACHE.absolute() / f"{seed}-{cell}{'' if average else '-last'}"
-    if not (folder / "model").exists():
+    if not ended(folder):
         document = tomllib.loads(Path(recipe.__path__[0], "run.toml").read_text())
         document["run"] |= {
             "folder": str(folder), "seed": seed, "data": f"{__name__}:samples", "evaluate": "", "evaluate_every": 0,
@@ -81,7 +79,7 @@ def trained(cell: int, seed: int, *, average: bool = True) -> Path:
         document["data"] = {"arguments": {"cell": cell, "seed": seed}}
         if not average:
             del document["optim"]["ema"]
-        train(parse(document), World())
+        train_to_end(document)
     return folder
 
 

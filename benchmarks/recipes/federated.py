@@ -31,10 +31,8 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun, stored
 from benchmarks.intervals import of_mean, of_median
 from benchmarks.recipes.cells import made, seeds_of
 from benchmarks.rows import RESULTS
-from shoestring.core.world import World
-from shoestring.run import parse
+from benchmarks.training import train_to_end
 from shoestring.testing.netlab import SHARED, netlab, netlab_available
-from shoestring.training.loop import train
 from shoestring_recipes.federated.digits import DOMAINS, domain
 from shoestring_recipes.federated.task import Digits, Separated, data
 
@@ -115,7 +113,7 @@ def trained(changes: Mapping[str, Any], data_name: str, arguments: Mapping[str, 
     with tempfile.TemporaryDirectory() as folder:
         document["run"] |= {"folder": f"{folder}/run", "seed": seed, "data": f"{__name__}:{data_name}"}
         document["run"]["evaluate_every"] = 0
-        train(parse(document), World())
+        train_to_end(document)
         rows = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
         metrics = [row for row in rows if any(name.startswith("accuracy_") for name in row)][-1]
     return {name: value for name, value in metrics.items() if isinstance(value, float)}

@@ -36,6 +36,7 @@ from benchmarks.harness import Bar, Deadline, Measured, run_command, stored
 from benchmarks.intervals import of_mean, of_ratio
 from benchmarks.recipes.autocast import faster
 from benchmarks.rows import RESULTS
+from benchmarks.training import ended
 from shoestring.data.images import fashion_mnist
 from shoestring.models.loading import load_model
 from shoestring_recipes.generation.clothes import Clothes
@@ -208,7 +209,7 @@ def steps_of_all() -> dict[str, Any]:
 def trained(method: str, seed: int, steps: int) -> Path:
     """The run folder of a training, which continues where it stopped."""
     folder = CACHE.absolute() / f"{seed}-{method.replace(' ', '-').replace(',', '')}"
-    if not (folder / "model").exists():
+    if not ended(folder):
         named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--folder", str(folder), "--resume", "auto"]
         named += ["--steps", str(steps), "--evaluate_every", "0"]
         named += ["--evaluate", "", "--data.arguments.held_out", "8"]  # it is judged here

@@ -20,6 +20,7 @@ import torch
 from benchmarks.harness import Bar, Deadline, Measured, run_command, stored
 from benchmarks.intervals import of_mean
 from benchmarks.recipes.autocast import faster
+from benchmarks.training import ended
 from shoestring.models.loading import load_model
 from shoestring_recipes.lanes.hough import Lanes, detect
 from shoestring_recipes.lanes.matching import compare, matches
@@ -81,7 +82,7 @@ def qualities(seed: int, kind: str) -> list[list[list[float]]]:
 def trained(seed: int) -> Path:
     """The run folder of a training of the recipe, which continues where it stopped."""
     folder = Path(".cache/recipes/lanes").absolute() / str(seed)
-    if not (folder / "model").exists():
+    if not ended(folder):
         named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--folder", str(folder), "--resume", "auto"]
         named += ["--evaluate_every", "0", "--data.arguments.held_out", "8"]  # it is judged here
         run_command([sys.executable, "-m", "shoestring", "train", "lanes", *named])

@@ -28,10 +28,8 @@ import shoestring_recipes.quality as recipe
 from benchmarks.harness import Bar, Deadline, Measured
 from benchmarks.recipes.cells import made, seeds_of
 from benchmarks.rows import RESULTS
-from shoestring.core.world import World
+from benchmarks.training import train_to_end
 from shoestring.models.loading import load_model
-from shoestring.run import parse
-from shoestring.training.loop import train
 from shoestring_recipes.quality.distortions import KINDS
 from shoestring_recipes.quality.measures import ordered_pairs, report
 from shoestring_recipes.quality.model import ADDED, BACKBONES
@@ -128,7 +126,7 @@ def _train(folder: Path, seed: int, fold: int, model: Mapping[str, Any], loss: s
     document |= {"model": model, "data": {"arguments": {"fold": fold, "seed": seed}}}
     if not average:
         del document["optim"]["ema"]
-    train(parse(document), World())
+    train_to_end(document)
 
 
 @torch.no_grad()

@@ -32,10 +32,8 @@ from benchmarks.intervals import of_mean
 from benchmarks.recipes.autocast import faster
 from benchmarks.recipes.cells import made, seeds_of
 from benchmarks.rows import RESULTS
-from shoestring.core.world import World
+from benchmarks.training import train_to_end
 from shoestring.models.loading import load_model
-from shoestring.run import parse
-from shoestring.training.loop import train
 from shoestring_recipes.reply import ranking
 from shoestring_recipes.reply.inventory import emoji
 from shoestring_recipes.reply.matching import of_clips, of_texts
@@ -78,7 +76,7 @@ def trained(method: str, seed: int, folder: Path) -> Path:
         document[table] = document.get(table, {}) | values
     document["run"] |= {"folder": str(folder), "seed": seed, "evaluate": "", "evaluate_every": 0}
     document["data"] = {"arguments": arguments(seed)}
-    train(parse(document), World())
+    train_to_end(document)
     return folder
 
 

@@ -30,6 +30,7 @@ from benchmarks.harness import Bar, Deadline, Measured, run_command, stored
 from benchmarks.intervals import of_mean, of_median, of_ratio, of_share
 from benchmarks.recipes.cells import Call, made
 from benchmarks.rows import RESULTS
+from benchmarks.training import ended
 from shoestring.models.loading import load_model
 from shoestring_recipes.retrieval import communities, dictionaries
 from shoestring_recipes.retrieval.dictionaries import Pair
@@ -62,7 +63,7 @@ MINED = "negatives mined twice"
 def trained(seed: int, method: str = "") -> Path:
     """The run folder of a training, which continues where it stopped."""
     folder = CACHE.absolute() / f"{seed}{'-' if method else ''}{method.replace(' ', '-')}"
-    if not (folder / "model").exists():
+    if not ended(folder):
         flags = METHODS.get(method, ())
         if method == MINED:
             flags = ("--data.arguments.miner", str(trained(seed)))
