@@ -50,7 +50,7 @@ MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "qwen3", "gpt2", "
 
 
 @pytest.mark.slow
-@pytest.mark.share(6)  # `benchmarks.parallel` measures all
+@pytest.mark.share(12)  # `benchmarks.parallel` measures all
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute", "exchange", "lamb", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_all_models_train_what_one_process_does(pools, model, beside):
@@ -68,7 +68,7 @@ def test_ranks_that_drew_other_weights_begin_with_those_of_the_first(pools):
 
 
 @pytest.mark.slow
-@pytest.mark.share(4)  # `benchmarks.parallel` plants all
+@pytest.mark.share(8)  # `benchmarks.parallel` plants all
 @pytest.mark.parametrize("fault", planted.IN_LAYERS)
 def test_a_fault_is_noticed(pools, tmp_path, fault):
     """What is wrong in a checkpoint shows once one process resumes it."""
@@ -83,7 +83,7 @@ def test_a_fault_is_noticed(pools, tmp_path, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("seed", range(10))
 def test_what_one_split_has_saved_another_resumes(pools, tmp_path, seed):
     """Whole models, replicas, split layers and pipelines: drawn for the start and for the rest of a run."""
@@ -121,7 +121,7 @@ def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("part", range(4))
 def test_any_family_of_transformers_is_split_exactly_or_refused(pools, part):
     zoo = pytest.importorskip("benchmarks.models.zoo")
@@ -161,7 +161,7 @@ def test_what_does_not_work_is_refused(pools, tmp_path, arguments, message):
 
 
 @pytest.mark.slow
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute", "fp16"])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "vit"])
 def test_stages_of_split_layers_train_what_one_process_does(pools, model, beside):

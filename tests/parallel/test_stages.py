@@ -59,7 +59,7 @@ def test_all_stages_skip_the_step_in_which_the_gradients_of_one_overflow(pools):
 
 
 @pytest.mark.slow
-@pytest.mark.share(5)  # `benchmarks.parallel` measures all
+@pytest.mark.share(10)  # `benchmarks.parallel` measures all
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute"])
 @pytest.mark.parametrize("model", [name for name in pipelines.MODELS if name != "frozen block"])
 def test_all_forms_train_what_one_process_does(pools, model, beside):
@@ -73,7 +73,7 @@ def test_all_forms_train_what_one_process_does(pools, model, beside):
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_what_one_split_has_saved_another_resumes(pools, tmp_path, seed):
     """Numbers of ranks, stages, parts and replicas are drawn for the start and for the rest of a run."""
@@ -104,7 +104,7 @@ def arguments_of(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.share(4)  # `benchmarks.parallel` plants all
+@pytest.mark.share(8)  # `benchmarks.parallel` plants all
 @pytest.mark.parametrize("fault", planted.FAULTS)
 def test_a_fault_is_noticed(pools, tmp_path, fault):
     """Beside replicas and clipping, with tied weights; what is wrong in a checkpoint shows once it is resumed."""
