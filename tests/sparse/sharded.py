@@ -14,9 +14,9 @@ from torch import nn
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
-from shoestring.core.sharded import local_part
 from shoestring.parallel import FSDP
 from shoestring.precision import Autocast
+from shoestring.sharded import local_part
 from shoestring.sparse import shards
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import decode, here

@@ -23,8 +23,8 @@ from shoestring.core.compose import check_features
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.core.kept import Progress, RandomState, Stateful
-from shoestring.core.sharded import local_part
 from shoestring.core.world import World
+from shoestring.sharded import local_part
 
 log = logging.getLogger("shoestring")
 

@@ -31,11 +31,11 @@ from shoestring.core.kept import (
     Stateful,
 )
 from shoestring.core.shard_order import Orders, ShardOrder
-from shoestring.core.sharded import is_sharded, local_part
 from shoestring.core.step import MicroBatches, after_update, before_update
 from shoestring.core.task import Batch, Forward, Loss, Params
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
+from shoestring.sharded import is_sharded, local_part
 from shoestring.wrapped import is_wrapped, last_only, unwrap
 
 T = TypeVar("T")

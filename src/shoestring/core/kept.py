@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shoestring._torch import own_name
 from shoestring.core.shard_order import Orders, ShardOrder
-from shoestring.core.sharded import is_sharded, part_like
+from shoestring.sharded import is_sharded, part_like
 
 Context = Callable[[], AbstractContextManager[Any]]
 Work = Callable[[], None]

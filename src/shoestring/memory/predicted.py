@@ -34,12 +34,12 @@ from shoestring.core.attachments import Attachments
 from shoestring.core.compose import compose
 from shoestring.core.feature import Divided, Feature, Inexact, Seam
 from shoestring.core.job import Job, attachments_of
-from shoestring.core.sharded import is_sharded
 from shoestring.core.task import Batch, Forward, Loss, call_model, sum_and_count
 from shoestring.core.world import World
 from shoestring.memory.tracing.labels import optimizer_state, plain
 from shoestring.memory.tracing.recording import BlockName, MemoryWindow
 from shoestring.models.without_data import with_fake_tensors
+from shoestring.sharded import is_sharded
 
 ROUNDING = {"cuda": 512}
 """Maps a device type to the number of bytes to whose multiples the device's allocator rounds sizes up."""

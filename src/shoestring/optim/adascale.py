@@ -27,8 +27,8 @@ from shoestring._torch import foreach_copy_, foreach_sub, loss_scale
 from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
 from shoestring.core.kept import fill
-from shoestring.core.sharded import local_part
 from shoestring.optim.norms import global_norm, norms, part_of
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.adascale import AdaScale

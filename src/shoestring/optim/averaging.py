@@ -18,9 +18,9 @@ from shoestring._torch import foreach_add_, foreach_copy_, foreach_lerp_, foreac
 from shoestring.core.attachments import STEPPED, Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.kept import fill
-from shoestring.core.sharded import local_part
 from shoestring.optim.statistics import average_statistics, exported_statistics
 from shoestring.optim.swapping import swapped
+from shoestring.sharded import local_part
 
 
 class Average(Protocol):

@@ -8,8 +8,8 @@ import torch
 
 from shoestring._torch import foreach_mul_
 from shoestring.core.attachments import Attachments
-from shoestring.core.sharded import is_sharded
 from shoestring.optim.norms import global_norm
+from shoestring.sharded import is_sharded
 
 
 def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
-from shoestring.core.sharded import is_sharded
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
+from shoestring.sharded import is_sharded
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.standard import AdamW

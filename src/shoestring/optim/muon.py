@@ -20,12 +20,12 @@ from torch.optim.adamw import adamw
 from shoestring._torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
-from shoestring.core.sharded import is_sharded, local_part, shard_dims
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
 from shoestring.optim.norms import local_gradient, sharers, shares
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
+from shoestring.sharded import is_sharded, local_part, shard_dims
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.muon import Muon

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring._torch import foreach_norm
-from shoestring.core.sharded import is_sharded, local_part, placed_like
+from shoestring.sharded import is_sharded, local_part, placed_like
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments

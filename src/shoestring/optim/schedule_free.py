@@ -25,7 +25,6 @@ from shoestring._torch import (
     foreach_sqrt,
 )
 from shoestring.core.attachments import Attachments
-from shoestring.core.sharded import local_part
 from shoestring.core.task import Params
 from shoestring.optim.averaging import MovingAverage, check_steps_parameters
 from shoestring.optim.groups import check_matched
@@ -34,6 +33,7 @@ from shoestring.optim.standard import parameter_groups
 from shoestring.optim.statistics import average_statistics
 from shoestring.optim.stepping import Stepping
 from shoestring.optim.swapping import swapped
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.averaging import ScheduleFree as Settings

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from shoestring.core.attachments import Attachments
-from shoestring.core.sharded import is_sharded
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched, matching
+from shoestring.sharded import is_sharded
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.groups import Group

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 
 
 @contextmanager

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoestring.core.sharded import is_sharded, local_part
 from shoestring.optim.norms import local_gradient
 from shoestring.optim.stepping import Stepping
+from shoestring.sharded import is_sharded, local_part
 
 BLOCK = 8192
 """Elements that one thread processes at a time; must equal BLOCK in `native/layerwise.c`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoestring._torch import is_fake
 from shoestring.core.feature import Phase, Seam
-from shoestring.core.sharded import is_sharded
+from shoestring.sharded import is_sharded
 from shoestring.sparse import feed_forward, semi_structured
 from shoestring.sparse.mvue import next_key
 from shoestring.sparse.operands import SparseOperand

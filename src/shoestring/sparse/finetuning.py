@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoestring.core.sharded import local_part
 from shoestring.models import slorb
+from shoestring.sharded import local_part
 from shoestring.sparse.masked import Masks
 from shoestring.sparse.masks import row_mask
 from shoestring.sparse.report import ADAPTERS

@@ -25,7 +25,7 @@ from shoestring._torch import (
     foreach_sub_,
 )
 from shoestring.core.errors import ConflictError
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 from shoestring.sparse.masked import ALL, Masks
 from shoestring.sparse.shards import summed
 

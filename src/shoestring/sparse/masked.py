@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 from shoestring.sparse import kernels
 from shoestring.sparse.calibration import Search
 from shoestring.sparse.masks import greedy_mask, prune, row_mask, torch_default_mask, transposable_mask

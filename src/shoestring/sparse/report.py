@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoestring import figures
 from shoestring.core.feature import Curve, Reduction, Table
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 from shoestring.sparse import semi_structured
 from shoestring.sparse.layers import LinearLayers
 from shoestring.sparse.product import unpack

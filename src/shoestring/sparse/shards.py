@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoestring.core.sharded import is_sharded, part_like, placed_like, shard_dims
+from shoestring.sharded import is_sharded, part_like, placed_like, shard_dims
 
 
 def why_apart(weight: Tensor, *, rows_too: bool) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 from shoestring.sparse import kernels
 from shoestring.sparse.masks import row_mask
 from shoestring.sparse.product import FORWARD, Shrinking, pack, rounded, shrink

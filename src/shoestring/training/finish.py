@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from shoestring import report
 from shoestring.core.feature import Feature, export_weights
 from shoestring.core.job import Job, attachments_of
-from shoestring.core.sharded import is_sharded
 from shoestring.core.trace import span
 from shoestring.core.world import World
 from shoestring.data import baselines
@@ -37,6 +36,7 @@ from shoestring.naming import Trust
 from shoestring.planning.system import memory_or_disk
 from shoestring.report import history_file, timeline
 from shoestring.run import Run
+from shoestring.sharded import is_sharded
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets
 from shoestring.training.evaluation import Best, Evaluations, evaluate

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoestring.core.errors import CheckpointError
 from shoestring.core.shard_order import Orders, ShardOrder
-from shoestring.core.sharded import is_sharded
+from shoestring.sharded import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

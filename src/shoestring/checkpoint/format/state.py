@@ -20,7 +20,7 @@ from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.tensor_file import bytes_of, header_of, in_order
 from shoestring.checkpoint.format.tree import decode, encode
 from shoestring.core.errors import CheckpointError
-from shoestring.core.sharded import is_sharded
+from shoestring.sharded import is_sharded
 
 log = logging.getLogger("shoestring")
 

@@ -23,8 +23,8 @@ from shoestring.checkpoint.tiers.staging import apart_name, home, orders_of
 from shoestring.core.attachments import Kept
 from shoestring.core.errors import CheckpointError
 from shoestring.core.shard_order import ShardOrder
-from shoestring.core.sharded import is_sharded, placed_like
 from shoestring.core.world import World
+from shoestring.sharded import is_sharded, placed_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -31,9 +31,9 @@ from shoestring.core.attachments import Kept
 from shoestring.core.kept import ModelState, OptimizerState
 from shoestring.core.leases import Priority
 from shoestring.core.shard_order import ShardOrder
-from shoestring.core.sharded import is_sharded, local_part
 from shoestring.core.trace import span
 from shoestring.core.world import World
+from shoestring.sharded import is_sharded, local_part
 
 T = TypeVar("T")
 BATCH = 16 << 20  # bytes to copy between checks whether training waits for the copy

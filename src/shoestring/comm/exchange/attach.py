@@ -24,7 +24,7 @@ from shoestring.comm.exchange.wire import naming_failures
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.base import Exchange

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoestring.collectives import broadcast_tensors
 from shoestring.comm.exchange.wire import naming_failures
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 
 
 def broadcast_weights(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoestring.comm.exchange.coordinator import Coordinator
 from shoestring.comm.exchange.ddp_hook import in_memory_order
 from shoestring.core.attachments import Attachments
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 
 log = logging.getLogger("shoestring")
 

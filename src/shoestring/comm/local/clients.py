@@ -23,9 +23,9 @@ from shoestring.comm.local.outer_state import keep_state, let_replicas_differ
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
-from shoestring.core.sharded import local_part
 from shoestring.data.clients import ClientLoader, ClientStates, Turn
 from shoestring.data.loader import Loader
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.federated import FedAvg

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shoestring._torch import foreach_add_, foreach_copy_
 from shoestring.comm.codecs.dense import flatten, split_like, unflatten
-from shoestring.core.sharded import is_sharded, local_part, part_like, placed_like
 from shoestring.models.blocks import repeated
+from shoestring.sharded import is_sharded, local_part, part_like, placed_like
 
 
 def group_parameters(model: nn.Module) -> list[list[str]]:

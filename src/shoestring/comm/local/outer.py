@@ -37,8 +37,8 @@ from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import DATA, HOSTS, Phase
-from shoestring.core.sharded import local_part
 from shoestring.core.trace import span
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps

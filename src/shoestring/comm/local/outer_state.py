@@ -17,7 +17,7 @@ from shoestring.comm.local.second_moment import AVERAGED_FOR
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
-from shoestring.core.sharded import is_sharded
+from shoestring.sharded import is_sharded
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps

@@ -25,7 +25,7 @@ import torch
 
 from shoestring._torch import foreach_add, foreach_addcmul_
 from shoestring.core.attachments import Attachments
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 
 AVERAGED_FOR = "averaged_for"
 """Key in an optimizer's parameter group: number N of replicas for which beta = 1 - (1 - beta2) / N was last used."""

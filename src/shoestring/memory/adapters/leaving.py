@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shoestring.core.attachments import Attachments
-from shoestring.core.sharded import is_sharded
 from shoestring.memory.adapters.layers import parameters_of
 from shoestring.models import adapter_folder, nf4
 from shoestring.models.adapters import MAGNITUDE, A, B, adapters_in
 from shoestring.models.rounding import dequantize
+from shoestring.sharded import is_sharded
 
 
 @torch.no_grad()

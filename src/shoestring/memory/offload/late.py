@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shoestring._torch import foreach_norm, is_fake, step_without_hooks
 from shoestring.core.feature import Phase
-from shoestring.core.sharded import local_part
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments

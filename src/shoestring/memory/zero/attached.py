@@ -15,7 +15,6 @@ from shoestring.collectives import broadcast_tensors
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
-from shoestring.core.sharded import local_part
 from shoestring.memory.zero.buckets import ShardedParameter, deal_buckets
 from shoestring.memory.zero.buffers import Buffers
 from shoestring.memory.zero.collectives import Collectives
@@ -25,6 +24,7 @@ from shoestring.memory.zero.placement import is_half
 from shoestring.memory.zero.shardable import check_shardable, steps_apart
 from shoestring.memory.zero.weights import Weights
 from shoestring.models.blocks import repeated
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.memory.settings.zero import Zero

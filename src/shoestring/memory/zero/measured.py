@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from shoestring.core.attachments import Attachments
-from shoestring.core.sharded import local_part
 from shoestring.memory.zero.buckets import Bucket
 from shoestring.memory.zero.collectives import Collectives
+from shoestring.sharded import local_part
 
 
 class StepMetrics:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoestring._torch import step_without_hooks
 from shoestring.core.errors import ConfigError
-from shoestring.core.sharded import is_sharded
+from shoestring.sharded import is_sharded
 
 OWN_STATE = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 

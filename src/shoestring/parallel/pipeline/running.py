@@ -16,13 +16,13 @@ from shoestring._torch import timeout_of
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
-from shoestring.core.sharded import local_part
 from shoestring.core.step import MicroBatches
 from shoestring.core.trace import span
 from shoestring.parallel.pipeline.messages import Inbox, Outbox, TensorForm
 from shoestring.parallel.pipeline.names import MESSAGES_FACT, STAGE, WAITED_FACT, WHOLE_FACT
 from shoestring.parallel.pipeline.orders import Pass, orders
 from shoestring.parallel.pipeline.stage import Layout, Stage, first_part, own_parts
+from shoestring.sharded import local_part
 
 if TYPE_CHECKING:
     from shoestring.parallel.settings import Pipeline

@@ -17,7 +17,6 @@ from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.core.shard_order import ShardOrder
-from shoestring.core.sharded import is_sharded, placed_like
 from shoestring.figures import percent
 from shoestring.models import hf
 from shoestring.models.blocks import is_transposed
@@ -32,6 +31,7 @@ from shoestring.parallel.tensor.collectives import (
 )
 from shoestring.parallel.tensor.names import HELD_FACT, TENSOR, WHOLE_FACT
 from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
+from shoestring.sharded import is_sharded, placed_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
