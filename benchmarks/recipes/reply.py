@@ -212,7 +212,7 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
         for word, other, group, how in compared
         for key, quantity in measured.items()
     ]  # fmt: skip
-    pixels = "reply: share of texts of emoji that were not taught whose emoji is among the first ten, by frames alone"
+    pixels = "share of texts of emoji that were not taught whose emoji is among the first ten, by frames alone"
     bars.append(bar("frames-recall", f"{pixels}, above chance", lambda _: study.above_chance(FRAMES), "chance"))
     cast = "reply: processor time of a step in float32 over that with [precision.autocast], on a CPU with bf16 units"
     return [*bars, Bar("recipes.reply-autocast", cast, ">=", 1.2, faster_in_bf16, kind="timed")]
