@@ -19,7 +19,6 @@ import tomllib
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from benchmarks.rows import RESULTS
 from benchmarks.training import ended, train_to_end
 from shoestring.data.pictures import read_picture
 from shoestring.models.loading import load_model
+from shoestring.naming import installed
 from shoestring_recipes.faces.contest import bare_faces, classical
 from shoestring_recipes.faces.contest import pictures as pictures_of
 from shoestring_recipes.faces.detection import find
@@ -246,7 +246,7 @@ class Study:
 
     def above_dlib(self) -> Measured | NotRun:
         """The share of queries whose person is first, minus that of dlib's network."""
-        if not find_spec("dlib"):
+        if not installed("dlib"):
             return NotRun("dlib is not installed: pip install dlib-bin")
         own = first_places([cell["places"] for cell in self.cells()])["network"]
         other = [float((np.array(cell["places"]) == 1).mean()) for cell in self._each("dlib", by_dlib)]
@@ -279,7 +279,7 @@ def first_places(cells: list[Mapping[str, list[int]]]) -> dict[str, list[float]]
 
 def verified(deadline: Deadline) -> float | Measured | NotRun:
     """Whether dlib's network verifies the two people: pairs of photos on the right side of its distance."""
-    if not find_spec("dlib"):
+    if not installed("dlib"):
         return NotRun("dlib is not installed: pip install dlib-bin")
     folder, network = fetched(PHOTOS) / "tests" / "test_images", Dlib()
     rows = np.stack([network.of_photo(folder / name) for name in (*SAME, OTHER)])

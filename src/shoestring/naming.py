@@ -286,6 +286,15 @@ def _package(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
 
 
+def installed(package: str) -> bool:
+    """Whether a package can be imported. A mere folder of that name, such as the `wandb` that runs leave, is none."""
+    try:
+        spec = find_spec(package)
+    except ValueError:  # it is loaded but has no import specification
+        return True
+    return spec is not None and spec.origin is not None
+
+
 def _find(package: str, project: str) -> ModuleSpec | None:
     before = list(sys.path)
     search(project)

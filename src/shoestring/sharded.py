@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def is_sharded(value: object) -> TypeIs[DTensor]:
-    """Whether a value is a DTensor: there is none before torch's module of them has been imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    """Whether a value is a DTensor: there is none before torch's module of them has been imported, which another thread
+    may be doing now."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -35,7 +36,8 @@ def placed_like(
     """
     from torch.distributed.tensor import DTensor
 
-    layout: dict[str, Any] = {"shape": torch.Size(shape or whole.shape), "stride": tuple(stride or whole.stride())}
+    size = whole.shape if shape is None else torch.Size(shape)
+    layout: dict[str, Any] = {"shape": size, "stride": whole.stride() if stride is None else tuple(stride)}
     return DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, **layout)
 
 

@@ -20,6 +20,7 @@ from shoestring.models.gguf_file import StoredTensor
 from shoestring.models.gguf_keys import normal
 from shoestring.models.gpt import GPT
 from shoestring.models.rounding import GROUP, ZERO, Bits, pack, quantize, unpack
+from shoestring.naming import installed
 
 log = logging.getLogger("shoestring")
 
@@ -31,10 +32,9 @@ _DENSE = ("position_embd",)
 
 
 def gguf_library() -> Any:
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        raise ConfigError("GGUF files need the package gguf", hint="pip install shoestring[gguf]") from error
+    if not installed("gguf"):
+        raise ConfigError("GGUF files need the package gguf", hint="pip install shoestring[gguf]")
+    return import_module("gguf")
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -26,7 +25,7 @@ from torch import nn
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest, nearest_path
 from shoestring.data.tokenizer import COMPANIONS
 from shoestring.models import plausible
-from shoestring.naming import TrustError
+from shoestring.naming import TrustError, installed
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
@@ -252,6 +251,8 @@ def tokenizer_of(name: str) -> Path | None:
 def _transformers(module: str = "") -> ModuleType:
     """The package transformers or a module of it, imported by name so that type checkers do not analyse it."""
     try:
+        if not installed("transformers"):
+            raise ImportError("No module named 'transformers'")
         return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:
         raise ConfigError("`hf:` models need transformers", hint="pip install shoestring[hf]") from error
@@ -384,7 +385,7 @@ def _check_weights(name: str, config: Any, dtype: str) -> None:
     files are checked.
     """
     with torch.device("cpu"):
-        if find_spec("accelerate"):
+        if installed("accelerate"):
             _loaded(name, config=copy.deepcopy(config), dtype=dtype, device_map="meta")
             return
         _check_size(name, config)

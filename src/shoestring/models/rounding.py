@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from shoestring import native
 from shoestring.core.errors import ConfigError
+from shoestring.naming import installed
 
 Bits = Literal[8, 4]
 
@@ -142,7 +142,7 @@ def dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     On a GPU, and on a CPU in fp32 and bf16, a kernel writes the weight in one pass over memory; torch's operations take
     six passes.
     """
-    if weight.device.type == "cuda" and find_spec("triton") is not None:
+    if weight.device.type == "cuda" and installed("triton"):
         from shoestring.models.rounding_kernel import dequantized
 
         return dequantized(weight, scales, rows, dtype)

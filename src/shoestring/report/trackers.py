@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
 from shoestring.core.feature import Table
+from shoestring.naming import installed
 from shoestring.report.reading import flat
 from shoestring.report.sinks import Sink
 from shoestring.storage import foreign
@@ -183,7 +184,7 @@ class MLflow:
 
 def _open_hub(folder: Path, name: str, settings: Mapping[str, Any]) -> Sink:
     """Open the hub's sink, which is in a separate package that only this function imports."""
-    with _import_or_hint("hub"):
+    with _import_or_hint("hub", "shoestring_hub"):
         module = import_module("shoestring_hub.client.sink")
     return module.HubSink(folder, name, settings)
 
@@ -275,9 +276,12 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def _import_or_hint(extra: str) -> Iterator[None]:
-    """Context that turns a failed import into an error that names the extra to install."""
+def _import_or_hint(extra: str, package: str = "") -> Iterator[None]:
+    """Context that turns a failed import of a package, by default that of the extra's name, into an error that names the
+    extra to install."""
     try:
+        if not installed(package or extra):
+            raise ImportError(f"No module named '{package or extra}'")
         yield
     except ImportError as error:
         hint = f'pip install "shoestring[{extra}]"'

@@ -5,20 +5,20 @@ Callers check `usable` first; if it is False, they use torch's operations.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoestring._torch import is_fake
+from shoestring.naming import installed
 
 # Sizes of the block that one program (thread block) processes.
 ROW_GROUPS = 1024  # row masks: groups of four entries
 TILES = 64  # transposable masks: 4×4 tiles
 GROUPS, COLUMNS = 16, 64  # draws: groups of four rows times columns
 SQUARE, WARPS = 64, 8  # activations and pruning: side of a square tile, and warps per program
-_TRITON = find_spec("triton") is not None
+_TRITON = installed("triton")
 
 
 def usable(tensor: Tensor) -> bool:

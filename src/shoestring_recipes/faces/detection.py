@@ -18,6 +18,7 @@ from skimage.data import lbp_frontal_face_cascade_filename
 from skimage.feature import Cascade
 from skimage.transform import rescale
 
+from shoestring.naming import installed
 from shoestring_recipes.faces.crops import aligned, locate
 
 Values = NDArray[Any]
@@ -55,7 +56,7 @@ def find(photo: NDArray[np.uint8]) -> list[Face]:
     scale *= min(1.0, LARGEST / (scale * max(photo.shape)))
     scaled = photo / 255 if scale == 1 else rescale(photo / 255, scale, order=3, anti_aliasing=scale < 1).clip(0, 1)
     sure: list[Box] = []
-    if find_spec("dlib"):
+    if installed("dlib"):
         rectangles = _detector()((255 * scaled).astype(np.uint8), 1)
         sure = [(box.top(), box.left(), box.height(), box.width()) for box in rectangles]
     candidates = [(box, *locate(scaled, box)) for box in [*sure, *_cascade_boxes(scaled)]]
@@ -108,7 +109,7 @@ def _detector() -> Any:
 def _landmarks() -> Any:
     """Load dlib's landmark model; returns None if the model or dlib is not installed."""
     package = find_spec("face_recognition_models")
-    if not find_spec("dlib") or not package or not package.origin:
+    if not installed("dlib") or not package or not package.origin:
         return None
     return import_module("dlib").shape_predictor(str(Path(package.origin).parent / LANDMARKS))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.data.pictures import read_picture
+from shoestring.naming import installed
 
 SIDE, BOX = 16, 14
 """Height and width of images, and of the square that a digit fills, in pixels."""
@@ -77,7 +78,7 @@ def scans() -> Domain:
 
 def uci() -> Domain:
     """Handwritten digits of 8 x 8 pixels, from scikit-learn (Alpaydin and Kaynak, 1998)."""
-    if find_spec("sklearn") is None:
+    if not installed("sklearn"):
         raise ConfigError("UCI's digits come with scikit-learn, which is not installed", hint=MISSING)
     from sklearn.datasets import load_digits
 

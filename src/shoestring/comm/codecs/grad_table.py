@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_copy_, foreach_zero_
+from shoestring.naming import installed
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, WARPS = 2048, 4  # entries per program (all of one tensor), and warps per program
@@ -25,7 +25,7 @@ ROWS = 16  # blocks that one Triton program reads when it collects marked entrie
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton kernels can run on this device."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and installed("triton")
 
 
 def takes(tensors: Iterable[Tensor]) -> bool:
