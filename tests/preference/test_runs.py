@@ -80,7 +80,6 @@ def test_the_recipe_learns_which_answer_is_better(base, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.share(4)  # the losses themselves are tested against formulas
 @pytest.mark.parametrize("name", ["simpo", "orpo", "kto"])
 def test_other_objectives_learn_it_too(base, tmp_path, name):
     data, form = write(tmp_path / "pairs.jsonl", pairs(60)), "rated" if name == "kto" else "preference"

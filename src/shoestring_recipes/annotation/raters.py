@@ -181,23 +181,23 @@ def _confusions(counts: np.ndarray) -> np.ndarray:
 def _guesses(counts: np.ndarray) -> np.ndarray:
     """Return confusion matrices of raters who know the class or guess, (raters, classes, labels)."""
     right, answers = np.diagonal(counts, axis1=1, axis2=2), counts.sum(1)
-    knows, habits = np.full((len(counts), 1), 0.5), _of_one(answers + SMOOTHING)
+    knows, habits = np.full((len(counts), 1), 0.5), _proportions(answers + SMOOTHING)
     for _ in range(GUESS_ROUNDS):  # of right answers, some are guesses
         known = right * knows / (knows + (1 - knows) * habits)
         average = known.sum() / max(answers.sum(), 1)
         knows = (known.sum(1, keepdims=True) + average + SMOOTHING) / (
             answers.sum(1, keepdims=True) + 1 + 2 * SMOOTHING
         )
-        habits = _of_one(answers - known + SMOOTHING)
+        habits = _proportions(answers - known + SMOOTHING)
     return (1 - knows)[:, :, None] * habits[:, None, :] + knows[:, :, None] * np.eye(counts.shape[1])
 
 
-def _of_one(values: np.ndarray) -> np.ndarray:
+def _proportions(values: np.ndarray) -> np.ndarray:
     return values / values.sum(-1, keepdims=True)
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:
-    return _of_one(np.exp(logs - logs.max(1, keepdims=True)))
+    return _proportions(np.exp(logs - logs.max(1, keepdims=True)))
 
 
 def of_others(labels: Labels, consensus: Consensus, rater: int) -> np.ndarray:
