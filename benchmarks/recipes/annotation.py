@@ -45,6 +45,8 @@ TABLES = 4000
 PAGES, KILLS = 10_000, 20
 DRAWS, CLEAN_DRAWS = 20, 100
 """Number of draws of raters with planted faults, and of raters without."""
+FIRST = 700
+"""The first draw that is judged. Those before it showed how the models of raters are to be compared."""
 ROWS, REQUESTS = 2_000_000, 400
 """Number of items in the store, and of requests for each named query."""
 SEEDS, NOISES, STEPS = 10, (0.15, 0.3, 0.45), 350
@@ -114,7 +116,7 @@ def above_majority(kind: str, good: int, planted: int, deadline: Deadline) -> Me
     if ratings() is None:
         return NotRun("vaderSentiment is not installed: pip install --no-deps vaderSentiment")
     pairs, models = [], Counter[str]()
-    for seed in range(DRAWS):
+    for seed in range(FIRST, FIRST + DRAWS):
         deadline.check()
         truth, matrix = spoilt(np.random.default_rng([seed, good]), kind, good, planted, 10**6)
         labels = Labels.of_matrix(matrix, CLASSES)
@@ -145,7 +147,7 @@ def found_copies(deadline: Deadline) -> Measured | NotRun:
     """The share of draws in which exactly those are named who copy each other."""
     if ratings() is None:
         return NotRun("vaderSentiment is not installed: pip install --no-deps vaderSentiment")
-    named = [deadline.check() or colluding(seed)[0] for seed in range(CLEAN_DRAWS)]
+    named = [deadline.check() or colluding(seed)[0] for seed in range(FIRST, FIRST + CLEAN_DRAWS)]
     return of_share(sum(named), len(named), f"three of six raters copy each other, {len(named)} draws")
 
 
@@ -153,7 +155,7 @@ def without_copies(deadline: Deadline) -> Measured | NotRun:
     """The share of words that are right once copies are left out, minus that of the good raters alone."""
     if ratings() is None:
         return NotRun("vaderSentiment is not installed: pip install --no-deps vaderSentiment")
-    draws = [deadline.check() or colluding(seed) for seed in range(DRAWS)]
+    draws = [deadline.check() or colluding(seed) for seed in range(FIRST, FIRST + DRAWS)]
     plain, without, alone = np.mean([draw[1:] for draw in draws], 0)
     note = f"with copies {plain:.3f}, without {without:.3f}, good raters alone {alone:.3f}"
     return of_mean([draw[2] - draw[3] for draw in draws], note)
@@ -164,7 +166,7 @@ def accused(deadline: Deadline) -> Measured | NotRun:
     if ratings() is None:
         return NotRun("vaderSentiment is not installed: pip install --no-deps vaderSentiment")
     blamed: list[int] = []
-    for seed in range(CLEAN_DRAWS):
+    for seed in range(FIRST, FIRST + CLEAN_DRAWS):
         deadline.check()
         rng = np.random.default_rng([seed, 7])
         _, matrix = spoilt(rng, "", int(rng.integers(3, 8)), 0, int(rng.integers(200, 3000)))
