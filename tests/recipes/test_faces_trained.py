@@ -85,7 +85,7 @@ def test_embeddings_of_a_photo_are_of_one_length(trained, tmp_path):
     assert rows.shape[1] == 64 and np.allclose(rows.norm(dim=1).numpy(), 1, atol=1e-5)
 
 
-@pytest.mark.skipif(detection.find_spec("dlib") is None, reason="dlib is not installed")
+@pytest.mark.skipif(not detection.installed("dlib"), reason="dlib is not installed")
 def test_with_dlib_faces_are_found_by_both():
     grey = np.asarray(Image.fromarray(astronaut()).convert("L"))
     largest = detection.find(grey)[0]

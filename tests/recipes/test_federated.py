@@ -189,6 +189,7 @@ def test_missing_packages_are_one_line(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"digits.png` are missing \(hint: apt install opencv-doc\)"):
         digits.scans()
     monkeypatch.setattr(digits, "find_spec", lambda name: None)
+    monkeypatch.setattr(digits, "installed", lambda name: False)
     for load, package in ((digits.uci, "scikit-learn"), (digits.fonts, "matplotlib")):
         with pytest.raises(ConfigError, match=rf"{package}, which is not installed .hint: pip install"):
             load()
