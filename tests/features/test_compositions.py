@@ -1,6 +1,6 @@
 """Features together on several ranks: equal to one process, refused before anything is taken, or lossy by their word.
 
-The slow tests draw 30 compositions, or 300 with SHOESTRING_ALL_CASES in the environment; the others are those that
+The slow tests draw 20 compositions, or 300 with SHOESTRING_ALL_CASES in the environment; the others are those that
 have found faults, through the settings a user writes.
 """
 
@@ -57,7 +57,7 @@ def check(judge: Judge, expected: str, *features: Feature, **others) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", SEEDS[: share(300, 30) : TOGETHER])
+@pytest.mark.parametrize("first", SEEDS[: share(300, 20) : TOGETHER])
 def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(first, judge):
     drawn = [draw(seed) for seed in range(first, first + TOGETHER)]
     faults = {f"{composition}": verdict for composition in drawn if not (verdict := judge(composition)).good}
@@ -66,7 +66,7 @@ def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(first, j
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [Pipeline, Tensor], ids=["pipeline", "tensor"])
-@pytest.mark.parametrize("first", SEEDS[: share(300, 30) : TOGETHER])
+@pytest.mark.parametrize("first", SEEDS[: share(300, 20) : TOGETHER])
 def test_drawn_splits_are_equal_or_refused_or_lossy_by_their_word(first, split, judge):
     drawn = [draw(seed, split) for seed in range(first, first + TOGETHER)]
     faults = {f"{composition}": verdict for composition in drawn if not (verdict := judge(composition)).good}

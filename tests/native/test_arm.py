@@ -13,6 +13,7 @@ import torch
 
 from shoestring import native
 from shoestring.models import packed24, quantized, rounding
+from tests.shares import ALL_CASES
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 NATIVE = Path(native.__file__).parent
@@ -59,7 +60,7 @@ class Arm:
         assert self.process.wait(60) == 0
 
 
-@pytest.fixture(scope="module", params=["armv8-a", "armv8.2-a+dotprod", "armv8.6-a"])
+@pytest.fixture(scope="module", params=["armv8-a", *(["armv8.2-a+dotprod"] if ALL_CASES else []), "armv8.6-a"])
 def arm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("arm")
     flags = [flag for flag in native._language(".c").flags if flag != "-march=native"]

@@ -26,7 +26,10 @@ TOY = {
     "generation": {"data": {"arguments": {"held_out": 16}}},
     "lanes": {"data": {"arguments": {"pictures": 8, "held_out": 8}}},
     "quality": {"data": {"arguments": {"crops_each": 1}}},
-    "reply": {"data": {"arguments": {"every": 40, "modules": MODULES}}, "model": {"dimensions": 16, "width": 8}},
+    "reply": {
+        "data": {"arguments": {"every": 40, "modules": MODULES}},
+        "model": {"frozen": "", "dimensions": 16, "width": 8},  # no package with a pretrained encoder is needed
+    },
     "retrieval": {
         "data": {"arguments": {"headwords": 300, "documents": 40, "queries": 20, "validation": 20, "negatives": 1}},
         "model": {"dimensions": 16},
@@ -79,6 +82,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", TOY)
 def test_a_killed_run_resumes_bit_by_bit(name, tmp_path):
     checkpoint, flags = {"checkpoint": {"plain": {"every": 2}}}, ("--steps", str(LONG))
@@ -98,6 +102,7 @@ def test_a_killed_run_resumes_bit_by_bit(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", TOY)
 def test_two_ranks_train_beside_four_areas(name, tmp_path):
     finished(written(name, tmp_path / "two", **AREAS), "--workers", "2")
