@@ -36,8 +36,8 @@ def traced(name: str) -> JointTrace:
 
 
 @cache
-def planned(name: str, cluster: str, merge: bool) -> GraphPlan:
-    """The plan that the search finds."""
+def planned(name: str, cluster: str, merge: bool | None = None) -> GraphPlan:
+    """The plan that the search finds; where `merge` is None, as it is by default."""
     costs = GraphCosts.of(CLUSTERS[cluster])
     return search(traced(name), RuleBook(costs.ranks), costs, SplitSearch(merge=merge, seconds=PATIENCE))
 
@@ -96,7 +96,7 @@ def never_worse(deadline: Deadline) -> Measured:
             way: search(step, book, costs, settings, pinned).objective for way, pinned in fixed_plans(step).items()
         }
         best = min(usual, key=usual.__getitem__)
-        ratios[f"{name} on {cluster} against {best}"] = planned(name, cluster, True).objective / usual[best]
+        ratios[f"{name} on {cluster} against {best}"] = planned(name, cluster).objective / usual[best]
     worst = max(ratios, key=ratios.__getitem__)
     return Measured(ratios[worst], f"of {len(ratios)}, the worst: {worst}; the best {min(ratios.values()):.3f}")
 

@@ -12,7 +12,7 @@ from shoestring.graph.descent import Descent
 from shoestring.graph.lockstep import difference, real_values, run_divided, run_whole
 from shoestring.graph.placements import SUM, WHOLE
 from shoestring.graph.rules import RuleBook
-from shoestring.graph.search import SplitSearch, _Program, fixed_plans, search
+from shoestring.graph.search import MERGED_FROM, SplitSearch, _Program, fixed_plans, search
 from shoestring.graph.trace import trace
 from shoestring.models.gpt import tiny
 from tests.graph.steps import Convolutional, WithLoss, texts
@@ -31,16 +31,27 @@ def gpt():
 
 def test_no_usual_plan_is_better(gpt):
     step, book = gpt[0], RuleBook(2)
-    plan = search(step, book, FAST)
+    plan, merged = search(step, book, FAST), search(step, book, FAST, SplitSearch(merge=True))
     for pinned in list(fixed_plans(step).values())[1:]:
         usual = search(step, book, FAST, SplitSearch(merge=False), pinned)
-        assert plan.objective <= usual.objective * 1.005
+        assert plan.objective <= usual.objective * (1 + 1e-6)
+        assert merged.objective <= usual.objective * 1.005
+
+
+@pytest.mark.parametrize(("merge", "smallest", "merges"), [
+    (None, 1, True), (None, MERGED_FROM, False), (True, MERGED_FROM, True), (False, 1, False),
+])  # fmt: skip
+def test_large_steps_are_merged_and_others_if_asked(gpt, merge, smallest, merges, monkeypatch):
+    assert len(gpt[0].operators) < MERGED_FROM
+    monkeypatch.setattr("shoestring.graph.search.MERGED_FROM", smallest)
+    plan = search(gpt[0], RuleBook(2), FAST, SplitSearch(merge=merge))
+    assert (plan.reduction > 4) == merges
 
 
 @pytest.mark.slow
 def test_merging_reduces_and_loses_little(gpt):
     whole = search(gpt[0], RuleBook(2), SLOW, SplitSearch(merge=False))
-    merged = search(gpt[0], RuleBook(2), SLOW)
+    merged = search(gpt[0], RuleBook(2), SLOW, SplitSearch(merge=True))
     assert whole.deciders == merged.deciders >= whole.groups > 0.9 * whole.deciders
     assert merged.reduction > 4
     assert merged.variables < whole.variables / 1.5

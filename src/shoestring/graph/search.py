@@ -5,9 +5,10 @@ that reads it, a flow from the placements of the one to those of the other pays 
 placements, instead of between pairs of rules, keep the program small and its relaxation nearly integral (as for
 shortest paths).
 
-The program shrinks in two ways. Operators in equal neighbourhoods, such as those of repeated blocks, decide together.
-Light operators follow their largest input: they are bound by memory, so moving a tensor for them hardly pays. What is
-lost by that, a descent gets back for the most part, in which each operator decides once more by itself.
+The program of a large step shrinks in two ways. Operators in equal neighbourhoods, such as those of repeated blocks,
+decide together. Light operators follow their largest input: they are bound by memory, so moving a tensor for them
+hardly pays. What is lost by that, a descent gets back for the most part, in which each operator decides once more by
+itself.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from shoestring.graph.trace import StepGraph, inputs_of, neighbourhoods, produce
 
 DEPTH = 1
 """Steps up to which neighbourhoods must be equal for operators to decide together."""
+MERGED_FROM = 1000
+"""Number of operators from which merging saves seconds: below it the whole program is solved about as fast, and merging
+has cost up to 13% of a step along the first axis of a mesh."""
 Pinned = Callable[[str], Placement | None]
 """Name of a parameter, or "" for an input -> the placement that it must have; None leaves it to the search."""
 
@@ -43,13 +47,13 @@ class SplitSearch:
 
     Args:
         merge: whether operators in equal neighbourhoods decide together at first, light ones follow, and vectors stay
-            whole; then each improves on that by itself (`descent`).
+            whole; then each improves on that by itself (`descent`). None: in steps of at least `MERGED_FROM` operators.
         memory: bytes that parameters, gradients, optimizer state and saved activations of a rank may take.
         seconds: time after which the solver returns the best plan so far.
         usual: whether the usual ways to train are tried along the earlier axes of a mesh, beside what is found there.
     """
 
-    merge: bool = True
+    merge: bool | None = None
     memory: float = math.inf
     seconds: float = 60.0
     usual: bool = True
@@ -95,12 +99,13 @@ def search(
     """
     settings = settings or SplitSearch()
     began = time.perf_counter()
-    program = _Program(step, book, costs, pinned or (lambda name: None), merge=settings.merge)
+    merge = len(step.operators) >= MERGED_FROM if settings.merge is None else settings.merge
+    program = _Program(step, book, costs, pinned or (lambda name: None), merge=merge)
     built = time.perf_counter()
     chosen = program.solve(settings)
     rules = {node: program.rules[node][chosen[program.classes[node]]] for node in program.deciders}
     objective, memory = program.objective, program.memory_of(chosen)
-    if settings.merge:
+    if merge:
         choices = {node: program.choices(node, book, merge=False) for node in program.deciders}
         descent = Descent(step, costs, rules, choices, program.classes, objective=objective, memory=memory)
         descent.run(settings.memory)
