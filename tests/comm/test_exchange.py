@@ -36,8 +36,9 @@ slow = pytest.mark.slow
 
 
 def quick(features: list[Feature], *kept: int) -> list[object]:
-    """Parameters of which those at these places are in the quick tests, the others in the slow ones."""
-    return [each if number in kept else pytest.param(each, marks=slow) for number, each in enumerate(features)]
+    """Parameters of which those at these places are in the quick tests, and half of the others in the slow ones."""
+    some = (slow, pytest.mark.share(2))
+    return [each if number in kept else pytest.param(each, marks=some) for number, each in enumerate(features)]
 
 
 def label(feature: Feature) -> str:

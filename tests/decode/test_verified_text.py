@@ -129,7 +129,7 @@ def test_two_tokens_have_their_joint_distribution(rule, kind, options):
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("rule", RULES)
@@ -190,6 +190,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_verification_with_a_wrong_correction_shows(rule, fault, monkeypatch):

@@ -134,6 +134,7 @@ def test_adascale_measures_what_one_process_measures(judge):
 
 
 @pytest.mark.slow
+@pytest.mark.share(3)
 @pytest.mark.parametrize("spread", [
     (DDP(), Dense()), (Dense(),), (Zero(stage=1),), (Zero(stage=2),), (Offload(),), (FSDP(hosts="leave"), Dense()),
 ], ids=lambda each: "-".join(feature.name for feature in each))  # fmt: skip
@@ -149,6 +150,7 @@ def test_buffers_of_any_type_are_spread(judge):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("spread", [
     FSDP(), Zero(), Zero(stage=1), Offload(), Dense(), LocalSGD(every=1), DGC(density=1.0),
 ], ids=lambda each: f"{each}")  # fmt: skip
@@ -157,6 +159,7 @@ def test_buffers_of_any_type_are_spread_by_all(judge, spread):
 
 
 @pytest.mark.slow
+@pytest.mark.share(3)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("spread", [Zero(), Zero(stage=1), Offload(), FSDP(), Dense()], ids=lambda each: f"{each}")
 def test_adapters_over_a_rounded_base_are_spread(judge, spread, bits):

@@ -160,6 +160,7 @@ def pools():
 
 
 @pytest.mark.slow
+@pytest.mark.share(3)
 @pytest.mark.parametrize("mesh", [(2,), pytest.param((4,), marks=pytest.mark.all_cases), (2, 2)])
 @pytest.mark.parametrize("model", rank_programs.STEPS)
 @pytest.mark.parametrize(("how", "plan"), [("built", 0), ("tiles", 1), ("order", 1), ("order", "found")])

@@ -16,6 +16,7 @@ from tests.rigs.hub.people import check_feed, check_search, newcomer, upgraded
 from tests.rigs.hub.server import HubServer
 from tests.rigs.hub.storms import storm
 from tests.rigs.hub.visitor import Visitor
+from tests.shares import share
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(programs() is None, reason="PostgreSQL is not installed")]
@@ -70,7 +71,7 @@ def test_runs_arrive_and_are_read(lab, tmp_path):
     assert ">∞<" in visitor.get(f"/{slug}/?column=metric.loss").text
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(share(4, 2)))
 def test_the_hubs_copy_equals_the_folder(lab, tmp_path, seed):
     assert storm(lab[0], tmp_path, seed, kill_server=True) == ""
 

@@ -59,6 +59,7 @@ def test_layers_stand_for_the_parameters_that_they_replace(bits, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("bits", "kind"), [(0, "int"), *BASES[1:]])
 def test_every_parameter_is_counted_once(bits, kind, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)

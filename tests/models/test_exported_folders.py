@@ -90,7 +90,7 @@ def exported(root, base, model, kind):
     return out
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("opened", ["a folder of llama", "hf: of qwen3"])
