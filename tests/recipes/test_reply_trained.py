@@ -6,25 +6,26 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shoestring.cli import main
 from shoestring.models.loading import load_model
 from shoestring_recipes.reply import __main__ as module
-from shoestring_recipes.reply import clips, inventory, matching, ranking
+from shoestring_recipes.reply import clips, frozen, inventory, matching, ranking
 from tests.browser import Browser, needs_chromium
 from tests.recipes.toys import MODULES, save_pretrained, train_toy
 
 TOY = [
     *("--steps", "2", "--batch", "8", "--evaluate_every", "0", "--optim.schedule.warmup", "1"),
-    *("--data.arguments.every", "20", "--data.arguments.modules", MODULES, "--model.dimensions", "128"),
-    *("--model.width", "8"),
+    *("--data.arguments.every", "20", "--data.arguments.modules", MODULES, "--model.width", "8"),
 ]
+BAG = ["--model.frozen", "", "--data.arguments.frozen", "", "--model.dimensions", "128"]
 SIZES = {"desktop": (1280, 800, False), "phone": (360, 740, True)}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return train_toy(tmp_path_factory, "reply", *TOY)
+    return train_toy(tmp_path_factory, "reply", *TOY, *BAG)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_the_report_compares_methods_in_groups_of_texts(trained):
     assert last["recall_10"] > last["recall_10_unshared"]  # words of tags are found before training
     page = (trained / "report.html").read_text()
     assert "Replies to held-out texts that share no word with the tags" in page and "BM25 over tags" in page
-    assert "Replies to texts of emoji that were not taught" in page and "MiniLM" not in page
+    assert "Replies to texts of emoji that were not taught" in page and ranking.FROZEN not in page
 
 
 @pytest.mark.slow
@@ -103,13 +104,22 @@ def test_own_clips_are_an_inventory(trained, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_pretrained_encoder_is_a_row_or_takes_the_place_of_the_bag(tmp_path_factory):
+def test_a_pretrained_encoder_stays_as_it_is_or_is_trained_further(tmp_path_factory, near_modules, tmp_path):
     folder = tmp_path_factory.mktemp("bert")
     save_pretrained(folder, "Bert")
-    named = ("--model.folder", str(folder), "--data.arguments.tokenizer", str(folder))
-    run = train_toy(tmp_path_factory, "reply", *TOY, *named, "--data.arguments.minilm", str(folder))
-    assert "MiniLM over tags, untrained" in (run / "report.html").read_text()
+    before = frozen.FrozenReader(str(folder)).rows(["small ant", "", "dog"])
+    run = train_toy(
+        tmp_path_factory, "reply", *TOY, "--model.frozen", str(folder), "--data.arguments.frozen", str(folder)
+    )
+    assert ranking.FROZEN in (run / "report.html").read_text()
     model, _ = load_model(run)
-    assert model.weight.ndim == 0 and matching.of_texts(model, ["small ant", ""]).shape == (2, 16)
-    scores = ranking.by_pretrained(str(folder), ("small ant", "large dog"), ("dog large", "small ant", "cow"))
-    assert scores.shape == (2, 3) and scores[0, 1] == pytest.approx(1, abs=1e-5) and scores.argmax(1)[0] == 1
+    assert model.texts.of_texts.any() and model.texts.of_tags.any()
+    assert not any("pretrained" in name for name in model.state_dict())
+    vectors = matching.of_texts(model, ["small ant", "", "dog"])
+    assert not torch.allclose(vectors, before) and F.cosine_similarity(vectors, before).min() > 0.9
+    lines, out = tmp_path / "lines.txt", tmp_path / "page.html"
+    lines.write_text("an ant\n")
+    assert module.main([str(run), str(lines), "--out", str(out)]) == 0 and "an ant" in out.read_text()
+    further = ("--model.folder", str(folder), "--data.arguments.tokenizer", str(folder))
+    run = train_toy(tmp_path_factory, "reply", *TOY, *BAG, *further)
+    assert matching.of_texts(load_model(run)[0], ["small ant", ""]).shape == (2, 16)

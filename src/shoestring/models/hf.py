@@ -141,7 +141,7 @@ def save(model: nn.Module, folder: Path, marker: Mapping[str, Any]) -> None:
     Raises:
         OSError: writing failed; the folder is unchanged if the old files had not yet been replaced.
     """
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".model-", suffix=".tmp") as aside, _quiet():
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".model-", suffix=".tmp") as aside, quiet_transformers():
         cast(Any, model).save_pretrained(aside)
         fresh = sorted(path for path in Path(aside).iterdir() if path.name != CONFIG)
         (folder / CONFIG).unlink(missing_ok=True)
@@ -266,7 +266,7 @@ def _config(name: str, arguments: Mapping[str, Any]) -> Any:
     if not Path(name).is_dir():
         _find(name)
     _check_folder(name)
-    with _quiet():
+    with quiet_transformers():
         config = _named(
             name, lambda: transformers.AutoConfig.from_pretrained(name, trust_remote_code=False), ConfigError
         )
@@ -365,7 +365,7 @@ def _loaded(name: str, **arguments: Any) -> nn.Module:
     load = _transformers().AutoModelForCausalLM.from_pretrained
     _check_size(name, arguments["config"])
     arguments |= {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-    with _quiet():
+    with quiet_transformers():
         model, report = _named(name, lambda: load(name, **arguments))
     for problem in ("missing", "mismatched"):
         keys = sorted(str(key) for key in report[f"{problem}_keys"])
@@ -413,7 +413,7 @@ def _named(name: str, act: Callable[[], T], kind: type[ShoestringError] = Checkp
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Turn off the progress bars and reports of transformers, which print unescaped names from the files."""
     its_logging = _transformers("utils.logging")
     bars, verbosity = its_logging.is_progress_bar_enabled(), its_logging.get_verbosity()

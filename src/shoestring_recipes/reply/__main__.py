@@ -23,7 +23,7 @@ from shoestring.storage import foreign
 from shoestring_recipes.reply.clips import animated, corners, format_of, gif, read_clip
 from shoestring_recipes.reply.files import words_of
 from shoestring_recipes.reply.inventory import ARTS, emoji, pictures
-from shoestring_recipes.reply.matching import best, known_words, of_clips, of_texts, taught, vocabulary
+from shoestring_recipes.reply.matching import best, of_clips, of_texts, read_by, taught, vocabulary
 from shoestring_recipes.reply.page import Reply, save_page
 
 CREDIT = "Pictures of emoji: Twitter, Inc. and other contributors, CC BY 4.0, animated here."
@@ -107,7 +107,7 @@ def replies(options: argparse.Namespace) -> Iterator[str]:
     clips = of_folder(options.clips, errors) if options.clips else of_emoji()
     yield from errors
     known = taught() | vocabulary(clips.tags)
-    texts = of_texts(model, [known_words(message, known) for message in messages])
+    texts = of_texts(model, [read_by(model, message, known) for message in messages])
     matches = best(texts, of_clips(model, clips.tags, clips.frames), options.count)
     shown = {number: clips.shown(number) for row in matches for number, _ in row}
     rows = [[Reply(clips.names[number], shown[number], score) for number, score in row] for row in matches]

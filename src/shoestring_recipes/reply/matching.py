@@ -31,6 +31,11 @@ def known_words(text: str, known: frozenset[str]) -> str:
     return " ".join(word for word in text[:_READ].split() if known & set(terms(word))) or text
 
 
+def read_by(model: Any, text: str, known: frozenset[str]) -> str:
+    """Return what a model's encoder reads of a text: all of it if it is pretrained, otherwise the `known_words`."""
+    return text if model.texts.reader.folder else known_words(text, known)
+
+
 def of_texts(model: Any, texts: Sequence[str]) -> Tensor:
     """Return the vectors of texts, float32 (N, dimensions)."""
     return torch.from_numpy(vectors(model.texts, texts))
@@ -55,7 +60,7 @@ def described(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
     """Return the vectors of messages and of all emoji, `text` and `emoji`; or those of clips and of all texts that
     emoji answer, `clip` and `texts`."""
     if "message" in batch:
-        messages = [known_words(message, taught()) for message in batch["message"]]
+        messages = [read_by(model, message, taught()) for message in batch["message"]]
         return {"text": of_texts(model, messages), "emoji": _of_emoji(model)}
     return {"clip": of_clips(model, batch["words"], batch["frames"].cpu()), "texts": _of_answered(model)}
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 import shoestring as ss
 from shoestring_recipes.retrieval.lexical import Index, Values, chosen
-from shoestring_recipes.retrieval.mining import encoded
-from shoestring_recipes.retrieval.model import Encoder
 from shoestring_recipes.retrieval.words import terms
 
 Text = tuple[int, str]
@@ -23,7 +20,7 @@ HELD_OUT = "held-out texts"
 SHARED, UNSHARED = f"{HELD_OUT} that share a word with the tags", f"{HELD_OUT} that share no word with the tags"
 UNTAUGHT = "texts of emoji that were not taught"
 """Groups of texts. The first consists of the second and the third."""
-OURS, BM25, MINILM = "two encoders", "BM25 over tags", "MiniLM over tags, untrained"
+OURS, BM25, FROZEN = "two encoders", "BM25 over tags", "the frozen encoder over tags"
 
 
 def recall(places: Values) -> Values:
@@ -58,14 +55,6 @@ def by_words(texts: Sequence[str], tags: Sequence[str], validation: Sequence[Tex
     others = sorted(set(range(len(tags))) - set(first))
     settings = chosen(tuple(text for _, text in validation), tuple(tags[number] for number in [*first, *others]))
     return Index(tags, settings).scores(texts)
-
-
-@lru_cache(1)
-def by_pretrained(folder: str, texts: tuple[str, ...], tags: tuple[str, ...]) -> Values:
-    """Return cosines of texts and tags by the means of a pretrained model's states, (texts, replies)."""
-    model = Encoder(folder=folder).eval()
-    rows, columns = (encoded(lambda part: model.embed(model.reader.rows(part)), side) for side in (texts, tags))
-    return rows @ columns.T
 
 
 def groups_of(
@@ -117,9 +106,8 @@ def compared(
     scores: Mapping[str, Values],
     untaught: Sequence[int],
     validation: Sequence[Text],
-    minilm: str = "",
 ) -> ReplyComparison:
-    """Compare methods with BM25 over tags and, if its folder is named, an untrained MiniLM.
+    """Compare methods with BM25 over tags.
 
     Args:
         texts: number of the right reply of each text, and the text.
@@ -129,8 +117,6 @@ def compared(
         validation: texts on which BM25 is tuned; see `by_words`.
     """
     own, words = zip(*texts, strict=True)
-    methods = {BM25: by_words(words, tags, validation)}
-    if minilm:
-        methods[MINILM] = by_pretrained(minilm, words, tuple(tags))
-    places = {name: ranks(rows, own) for name, rows in (methods | dict(scores)).items()}
+    methods = {BM25: by_words(words, tags, validation)} | dict(scores)
+    places = {name: ranks(rows, own) for name, rows in methods.items()}
     return ReplyComparison(places, groups_of(words, own, tags, untaught))

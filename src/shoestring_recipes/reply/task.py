@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import shoestring as ss
 from shoestring.core.errors import ConfigError, DataError
 from shoestring_recipes.reply import ranking
 from shoestring_recipes.reply.clips import corners
+from shoestring_recipes.reply.frozen import FrozenReader
 from shoestring_recipes.reply.inventory import ARTS, Emoji, emoji, pictures
 from shoestring_recipes.reply.matching import CHUNK, described, known_words, vocabulary
 from shoestring_recipes.reply.ranking import Text
@@ -23,64 +25,77 @@ from shoestring_recipes.retrieval.words import TokenReader, padded
 
 VALIDATED = 0.2
 """Share of the emoji that have a text on which BM25's settings are chosen."""
+Reader = TokenReader | FrozenReader
 _TOKENS = ("text", "tags")
 
 
 class Replies(Dataset[dict[str, Any]]):
-    """A data set of texts with the emoji that answer them. A sample has the tokens `text` and `tags`, the emoji's
-    `frames`, uint8 (QUARTERS, 3, SIDE, SIDE), and its `number`.
+    """A data set of texts with the emoji that answer them. A sample has the tokens `text` and `tags`, or a frozen
+    encoder's vectors of both, the emoji's `frames`, uint8 (QUARTERS, 3, SIDE, SIDE), and its `number`.
 
     Args:
         inventory: the emoji. clips: their frames, for each set of pictures that samples alternate between.
-        texts: the texts. reader: turns texts into tokens.
+        texts: the texts. reader: turns texts into tokens, or into vectors.
         untaught: numbers of the emoji none of whose texts is taught. validation: texts on which BM25 is tuned.
-        minilm: folder of a pretrained model for a row of the tables; empty for none.
         known: stems of the words that the encoder reads; None for all.
     """
 
     draws = False
 
     def __init__(
-        self, inventory: Sequence[Emoji], clips: Sequence[Tensor], texts: Sequence[Text], reader: TokenReader,
-        untaught: Sequence[int] = (), validation: Sequence[Text] = (), minilm: str = "",
-        known: frozenset[str] | None = None,
+        self, inventory: Sequence[Emoji], clips: Sequence[Tensor], texts: Sequence[Text], reader: Reader,
+        untaught: Sequence[int] = (), validation: Sequence[Text] = (), known: frozenset[str] | None = None,
     ) -> None:  # fmt: skip
         self.inventory, self.clips, self.texts, self.reader = inventory, clips, texts, reader
-        self.untaught, self.validation, self.minilm = untaught, validation, minilm
+        self.untaught, self.validation = untaught, validation
         self.words = [text if known is None else known_words(text, known) for _, text in texts]
         """What the encoder reads of each text."""
         digest = hashlib.blake2b(repr((inventory, texts, self.words, reader.folder)).encode(), digest_size=16)
         digest.update(b"".join(part.numpy().tobytes() for part in clips))
         self.fingerprint = digest.hexdigest()
-        self.tags = reader.rows([one.tags for one in inventory])
-        self._tokens = [reader.tokens(text) for text in self.words]
+        self._tokens: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number, frames = self.texts[index][0], self.clips[index % len(self.clips)]
-        clip = {"tags": self.tags[number], "frames": frames[number]}
-        return {"text": self._tokens[index], "number": torch.tensor(number), **clip}
+        clip = {"tags": self._read(self.inventory[number].tags), "frames": frames[number]}
+        return {"text": self._read(self.words[index]), "number": torch.tensor(number), **clip}
+
+    def _read(self, text: str) -> Tensor:
+        """Tokens or a vector of a text, which are computed once: a pretrained encoder takes milliseconds for each."""
+        if text not in self._tokens:
+            self._tokens[text] = self.reader.tokens(text)
+        return self._tokens[text]
+
+    @cached_property
+    def tags(self) -> Tensor:
+        """Tokens or vectors of the emoji's tags, (emoji, …)."""
+        return self.reader.rows([one.tags for one in self.inventory])
 
     def compared(self, scores: np.ndarray) -> ranking.ReplyComparison:
-        """Compare the encoders' scores of the first texts, (texts, emoji), with those of the other methods."""
-        tags, methods = [one.tags for one in self.inventory], {ranking.OURS: scores}
-        return ranking.compared(self.texts[: len(scores)], tags, methods, self.untaught, self.validation, self.minilm)
+        """Compare the encoders' scores of the first texts, (texts, emoji), with those of BM25 and, if the encoder is
+        frozen, of its own vectors."""
+        texts, tags, methods = self.texts[: len(scores)], [one.tags for one in self.inventory], {ranking.OURS: scores}
+        if isinstance(self.reader, FrozenReader):
+            rows = torch.stack([self._read(text) for _, text in texts])
+            methods = {ranking.FROZEN: (rows @ self.tags.T).numpy()} | methods
+        return ranking.compared(texts, tags, methods, self.untaught, self.validation)
 
 
 def data(
-    modules: str = "", every: int = 1, held_out: float = 0.1, tokenizer: str = "", minilm: str = "", seed: int = 0
+    modules: str = "", frozen: str = "", every: int = 1, held_out: float = 0.1, tokenizer: str = "", seed: int = 0
 ) -> tuple[Replies, Replies]:
     """Return the texts for training, and the held-out texts: one of each emoji that has two, and all texts of the emoji
     that are not taught.
 
     Args:
         modules: folder with npm's packages; by default one at or above the current folder, or npm's global one.
+        frozen: the encoder that `model.frozen` names, if any.
         every: step with which emoji are taken; 1 takes all.
         held_out: share of the emoji that are not taught.
         tokenizer: folder of a pretrained model, for its tokens.
-        minilm: folder of all-MiniLM-L6-v2, for a row of the tables.
         seed: seed of the partition.
     """
     inventory, draws = emoji(modules)[::every], np.random.default_rng(seed)
@@ -99,23 +114,26 @@ def data(
     judged, validation, taught = parts
     if not (judged and validation and taught):
         raise ConfigError("no text is left to teach, tune or judge", hint="lower data.arguments.every or .held_out")
-    reader = TokenReader(tokenizer)
+    if frozen and tokenizer:
+        raise ConfigError("data.arguments.frozen and .tokenizer are two encoders", hint="set one of them")
+    reader = FrozenReader(frozen) if frozen else TokenReader(tokenizer)
     clips = [corners(pictures(art, modules)[::every]) for art in ARTS]
-    known = None if tokenizer else vocabulary([*(text for _, text in taught), *(one.tags for one in inventory)])
+    known = None if reader.folder else vocabulary([*(text for _, text in taught), *(one.tags for one in inventory)])
     return (
         Replies(inventory, clips, taught, reader),
-        Replies(inventory, clips[:1], judged, reader, untaught, validation, minilm, known),
+        Replies(inventory, clips[:1], judged, reader, untaught, validation, known),
     )
 
 
 def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join samples to a batch: rows of tokens (N, L), frames (N, QUARTERS, 3, SIDE, SIDE). Texts and clips of
-    `files.read` make no common batch, and their words stay as they are."""
+    """Join samples to a batch: rows of tokens (N, L) or vectors (N, D), and frames (N, QUARTERS, 3, SIDE, SIDE). Texts
+    and clips of `files.read` make no common batch, and their words stay as they are."""
     if len({tuple(sample) for sample in samples}) > 1:
         raise DataError("texts and clips make no common batch")
     columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    ragged = {name for name in _TOKENS if name in columns and not columns[name][0].is_floating_point()}
     return {
-        name: padded(column) if name in _TOKENS else column if isinstance(column[0], str) else torch.stack(column)
+        name: padded(column) if name in ragged else column if isinstance(column[0], str) else torch.stack(column)
         for name, column in columns.items()
     }
 
@@ -143,8 +161,8 @@ def contrastive(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Te
 
 
 def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
-    """Compare the encoders with BM25 over tags, and with an untrained MiniLM if there is one, by the rank of each
-    text's own emoji among all."""
+    """Compare the encoders with BM25 over tags, and with the frozen encoder's own vectors if there is one, by the rank
+    of each text's own emoji among all."""
     samples: Replies = held_out.dataset
     texts = held_out.gather(torch.cat([held_out.forward(model, batch)["text"] for batch in held_out]))
     columns = zip(samples.tags.to(texts.device).split(CHUNK), samples.clips[0].split(CHUNK), strict=True)

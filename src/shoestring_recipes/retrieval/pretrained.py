@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shoestring.core.errors import ConfigError
+from shoestring.models.hf import quiet_transformers
 from shoestring.storage import foreign
 
 FAMILIES = ("bert", "roberta")
@@ -33,13 +34,16 @@ def pretrained(folder: str) -> Any:
         raise ConfigError(f"`{folder}` has no readable config.json: {error}", hint="name a model's folder") from error
     if kind not in FAMILIES:
         raise ConfigError(f"`{folder}` is of the kind `{kind}`", hint=f"name a folder of {' or '.join(FAMILIES)}")
+    options = {"add_pooling_layer": False, "attn_implementation": "sdpa"}
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if torch.get_default_device().type == "meta":  # only shapes are wanted, which transformers refuses to load
-            return AutoModel.from_config(config, add_pooling_layer=False, attn_implementation="sdpa")
-        safe = {"trust_remote_code": False, "use_safetensors": True}
-        return AutoModel.from_pretrained(
-            folder, config=config, add_pooling_layer=False, attn_implementation="sdpa", **safe
-        )
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if torch.get_default_device().type == "meta":  # only shapes are wanted, which transformers refuses to load
+                return AutoModel.from_config(config, **options)
+            safe = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
+            model, info = AutoModel.from_pretrained(folder, config=config, **options, **safe)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"`{folder}` cannot be loaded: {str(error).splitlines()[0]}", hint="check it") from error
+    if missing := sorted(info["missing_keys"]):  # transformers would train them from random numbers
+        raise ConfigError(f"`{folder}` lacks the weight `{missing[0]}`", hint="name the folder of a complete model")
+    return model
