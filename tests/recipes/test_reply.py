@@ -288,7 +288,7 @@ def test_maps_of_a_frozen_encoder_begin_as_its_own_vectors_and_every_parameter_l
     model, reader = TwoEncoders(bert, width=8, dropout=0.3), frozen.FrozenReader(bert)
     texts = ["small ant", "", "large dog cow", "bee " * 500]
     rows = reader.rows(texts)
-    assert rows.shape == (4, 16) and torch.equal(rows[2], reader.tokens(texts[2]))
+    assert rows.shape == (4, 16) and torch.allclose(rows[2], reader.each(texts[2:3])[0], atol=1e-6)
     assert torch.allclose(matching.of_texts(model.eval(), texts), rows, atol=1e-6)
     alone = TwoEncoders(bert, frames=False).eval()
     assert torch.allclose(matching.of_clips(alone, texts, toy_batch()["frames"][:4]), rows, atol=1e-6)

@@ -72,9 +72,9 @@ class FrozenReader:
     def __init__(self, frozen: str) -> None:
         self.folder = frozen
 
-    def tokens(self, text: str) -> Tensor:
-        """Return the vector of a text, float32 (D,)."""
-        return self.rows([text])[0]
+    def each(self, texts: Sequence[str]) -> list[Tensor]:
+        """Return the vector of each of at least one text, float32 (D,)."""
+        return list(self.rows(texts))
 
     @torch.no_grad()
     def rows(self, texts: Sequence[str]) -> Tensor:

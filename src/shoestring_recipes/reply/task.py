@@ -59,15 +59,21 @@ class Replies(Dataset[dict[str, Any]]):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        number, frames = self.texts[index][0], self.clips[index % len(self.clips)]
-        clip = {"tags": self._read(self.inventory[number].tags), "frames": frames[number]}
-        return {"text": self._read(self.words[index]), "number": torch.tensor(number), **clip}
+        return self.__getitems__([index])[0]
 
-    def _read(self, text: str) -> Tensor:
-        """Tokens or a vector of a text, which are computed once: a pretrained encoder takes milliseconds for each."""
-        if text not in self._tokens:
-            self._tokens[text] = self.reader.tokens(text)
-        return self._tokens[text]
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        numbers = [self.texts[index][0] for index in indices]
+        texts = self._read([self.words[index] for index in indices])
+        tags = self._read([self.inventory[number].tags for number in numbers])
+        frames = [self.clips[index % len(self.clips)][number] for index, number in zip(indices, numbers, strict=True)]
+        rows = zip(texts, tags, frames, map(torch.tensor, numbers), strict=True)
+        return [dict(zip(("text", "tags", "frames", "number"), row, strict=True)) for row in rows]
+
+    def _read(self, texts: Sequence[str]) -> list[Tensor]:
+        """Tokens or vectors of texts, each computed once: a pretrained encoder takes milliseconds for it."""
+        if missing := [text for text in dict.fromkeys(texts) if text not in self._tokens]:
+            self._tokens |= dict(zip(missing, self.reader.each(missing), strict=True))
+        return [self._tokens[text] for text in texts]
 
     @cached_property
     def tags(self) -> Tensor:
@@ -79,7 +85,7 @@ class Replies(Dataset[dict[str, Any]]):
         frozen, of its own vectors."""
         texts, tags, methods = self.texts[: len(scores)], [one.tags for one in self.inventory], {ranking.OURS: scores}
         if isinstance(self.reader, FrozenReader):
-            rows = torch.stack([self._read(text) for _, text in texts])
+            rows = torch.stack(self._read([text for _, text in texts]))
             methods = {ranking.FROZEN: (rows @ self.tags.T).numpy()} | methods
         return ranking.compared(texts, tags, methods, self.untaught, self.validation)
 

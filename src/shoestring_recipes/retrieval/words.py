@@ -67,7 +67,11 @@ class TokenReader:
 
     def rows(self, texts: Sequence[str]) -> Tensor:
         """Return the tokens of several texts, padded to one length, (N, L)."""
-        return padded([self.tokens(text) for text in texts])
+        return padded(self.each(texts))
+
+    def each(self, texts: Sequence[str]) -> list[Tensor]:
+        """Return the tokens of each text; see `tokens`."""
+        return [self.tokens(text) for text in texts]
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
