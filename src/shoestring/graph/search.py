@@ -34,8 +34,8 @@ from shoestring.graph.trace import StepGraph, inputs_of, neighbourhoods, produce
 
 DEPTH = 1
 """Steps up to which neighbourhoods must be equal for operators to decide together."""
-MERGED_FROM = 1000
-"""Number of operators from which merging saves seconds: below it the whole program is solved about as fast, and merging
+MERGED_FROM = 2000
+"""Number of operators from which they are merged. Below it the whole program takes a few seconds at most, and merging
 has cost up to 13% of a step along the first axis of a mesh."""
 Pinned = Callable[[str], Placement | None]
 """Name of a parameter, or "" for an input -> the placement that it must have; None leaves it to the search."""
