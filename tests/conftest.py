@@ -32,7 +32,7 @@ def pytest_itemcollected(item):
     """Several workers have to collect the same names. Composing a feature with those of all areas trains many jobs."""
     if getattr(item, "originalname", "") == "test_composes":
         item.add_marker(pytest.mark.slow)
-        item.add_marker(pytest.mark.share(4))
+        item.add_marker(pytest.mark.share(8))
     if " at 0x" in item.name:
         raise pytest.UsageError(f"{item.nodeid}: an address is another one in each worker; give the cases `ids`")
 

@@ -64,6 +64,7 @@ def test_who_chooses_settings_learns_from_one_domain_only():
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("method", federated.METHODS)
 def test_each_method_trains(method, monkeypatch):
     document = federated.settings()

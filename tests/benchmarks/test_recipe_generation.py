@@ -57,6 +57,7 @@ def test_the_worse_judge_counts(study, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("method", generation.METHODS)
 def test_every_method_trains_and_is_judged(method, tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "CACHE", tmp_path)

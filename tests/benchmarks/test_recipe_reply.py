@@ -62,6 +62,7 @@ def test_cells_are_stored_and_compared(tmp_path, toy):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("method", reply.METHODS)
 def test_each_method_trains(method, tmp_path, monkeypatch):
     save_pretrained(tmp_path, "Bert")

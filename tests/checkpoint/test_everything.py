@@ -87,6 +87,7 @@ def rig(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_survives(rig, name):
     outcome = rig.judge(PLANS[name])

@@ -89,7 +89,9 @@ def test_every_script_of_a_page_is_run():
 @pytest.mark.parametrize(
     ("name", "number", "size"),
     [
-        pytest.param(*key, size, marks=() if (key[0], size) == ("README.md", 1) else pytest.mark.slow)
+        pytest.param(
+            *key, size, marks=() if (key[0], size) == ("README.md", 1) else (pytest.mark.slow, pytest.mark.share(2))
+        )
         for key, sizes in SCRIPTS.items()
         for size in sizes
     ],

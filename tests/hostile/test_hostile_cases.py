@@ -1,6 +1,6 @@
 """Generated folders, requests and records of strangers: none waits, none is a traceback, none gets out.
 
-64 of them, or a thousand with SHOESTRING_ALL_CASES in the environment.
+48 of them, or a thousand with SHOESTRING_ALL_CASES in the environment.
 """
 
 import shutil
@@ -11,7 +11,7 @@ from tests.hostile.frame import run_cases, run_traced_cases
 from tests.hostile.kinds import KINDS
 from tests.shares import share
 
-CASES = share(1000, 64)
+CASES = share(1000, 48)
 TRACED = CASES // 10
 
 

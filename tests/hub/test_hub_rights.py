@@ -62,6 +62,7 @@ def test_the_rules_are_those_that_are_meant():
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("fault", ["role", "project", "token", "sight", "people", "comments", "clips"])
 def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
     """Each check of `access`, taken away, is a leak that the attack finds."""

@@ -21,6 +21,7 @@ KINDS = ["biogpt", "ctrl", "falcon, one key", "gemma3n_text", "gpt_oss", "hunyua
 model all of whose weights can be rounded."""
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_are_rounded_packed_trained_and_adapted_in_any_family(name, tmp_path):
     cells = measure(Case(name, tmp_path), ["tokens", "8 bits", "4 bits", "2:4", "saved", "LoRA"])

@@ -50,7 +50,7 @@ MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "qwen3", "gpt2", "
 
 
 @pytest.mark.slow
-@pytest.mark.share(12)  # `benchmarks.parallel` measures all
+@pytest.mark.share(20)  # `benchmarks.parallel` measures all
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute", "exchange", "lamb", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_all_models_train_what_one_process_does(pools, model, beside):
@@ -161,7 +161,7 @@ def test_what_does_not_work_is_refused(pools, tmp_path, arguments, message):
 
 
 @pytest.mark.slow
-@pytest.mark.share(12)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute", "fp16"])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "vit"])
 def test_stages_of_split_layers_train_what_one_process_does(pools, model, beside):

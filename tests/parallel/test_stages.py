@@ -59,7 +59,7 @@ def test_all_stages_skip_the_step_in_which_the_gradients_of_one_overflow(pools):
 
 
 @pytest.mark.slow
-@pytest.mark.share(10)  # `benchmarks.parallel` measures all
+@pytest.mark.share(16)  # `benchmarks.parallel` measures all
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute"])
 @pytest.mark.parametrize("model", [name for name in pipelines.MODELS if name != "frozen block"])
 def test_all_forms_train_what_one_process_does(pools, model, beside):

@@ -81,7 +81,7 @@ def test_fails_the_clause_it_breaks(fault: Fault, request: pytest.FixtureRequest
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @each_fault
 def test_fails_no_other_clause(fault: Fault, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     fails_only_its_own(fault, CLAUSES, request, tmp_path)
