@@ -1,5 +1,6 @@
 # make train: trains a small language model on this machine, in about five minutes after installation.
-# make test:  runs the quick tests, on two workers: a file of tests on one of them, so that its fixtures are made once.
+# make test:  runs the quick tests, on two workers: a file of tests on one of them, so that its fixtures are made once, and
+# in the order of the files: xdist would put files of few tests last, and a long one of them would leave a worker idle.
 # make test-slow: those that kill runs, lose hosts or train for long.
 # make check: lint, types, layers, sizes, names, variables, opened files, help texts.  make bench: the quick benchmarks.
 # make site:  the documentation as a site with search and an API reference, in site/; reads no network when viewed.
@@ -16,10 +17,10 @@ train: .venv/run.stamp
 
 # Tests that measure time can fail beside another worker, so what has failed runs again alone, and has to pass there.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope || $(BIN)/python -m pytest -m "not slow" $(AGAIN)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope --no-loadscope-reorder || $(BIN)/python -m pytest -m "not slow" $(AGAIN)
 
 test-slow: .venv/dev.stamp
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadscope || $(BIN)/python -m pytest -m slow $(AGAIN)
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadscope --no-loadscope-reorder || $(BIN)/python -m pytest -m slow $(AGAIN)
 
 check: .venv/dev.stamp
 	@$(MAKE) --no-print-directory -j 2 -O types rules
