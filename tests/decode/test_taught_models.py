@@ -10,7 +10,7 @@ from benchmarks.serving.tools import JAVASCRIPT, SCRIPT, client_of, in_javascrip
 
 pytest.importorskip("openai")
 pytest.importorskip("agents")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.all_cases]  # teaching takes minutes
 
 SHORT = {"examples": 1500, "epochs": 0, "steps": 500}
 """Settings of trainings that are shorter than the benchmark's."""
