@@ -298,6 +298,21 @@ def test_maps_of_a_frozen_encoder_begin_as_its_own_vectors_and_every_parameter_l
     assert all(one.grad is not None and one.grad.any() for one in model.parameters())
 
 
+def test_vectors_have_the_same_bits_in_whatever_batches_samples_are_read(bert, monkeypatch):
+    """A resumed run reads other batches first. The reader's numbers say which texts were read together."""
+
+    def each(reader, texts):
+        return [torch.tensor([float(len(texts)), hash(tuple(texts)) % 1e6]) for _ in texts]
+
+    for reader in (frozen.FrozenReader.each, each):
+        monkeypatch.setattr(frozen.FrozenReader, "each", reader)
+        first, second = (task.data(MODULES, every=10, frozen=bert)[0] for _ in range(2))
+        forwards = first.__getitems__(range(len(first)))
+        backwards = [second[index] for index in reversed(range(len(second)))][::-1]
+        for one, other in zip(forwards, backwards, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_frozen_encoders_that_cannot_be_used_are_one_line(bert, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="encoded by another model"):
         TwoEncoders(bert)(text=torch.zeros(2, 3, dtype=torch.int64))

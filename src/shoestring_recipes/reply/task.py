@@ -26,6 +26,9 @@ from shoestring_recipes.retrieval.words import TokenReader, padded
 VALIDATED = 0.2
 """Share of the emoji that have a text on which BM25's settings are chosen."""
 Reader = TokenReader | FrozenReader
+_BLOCK = 64
+"""Number of texts that are read together. They are always the same, because the last bits of a text's vector depend on
+what it is encoded with, and a resumed run, or another rank, has to have the same."""
 _TOKENS = ("text", "tags")
 
 
@@ -53,6 +56,8 @@ class Replies(Dataset[dict[str, Any]]):
         digest = hashlib.blake2b(repr((inventory, texts, self.words, reader.folder)).encode(), digest_size=16)
         digest.update(b"".join(part.numpy().tobytes() for part in clips))
         self.fingerprint = digest.hexdigest()
+        self._distinct = list(dict.fromkeys([*self.words, *(one.tags for one in inventory)]))
+        self._places = {text: place for place, text in enumerate(self._distinct)}
         self._tokens: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
@@ -71,8 +76,9 @@ class Replies(Dataset[dict[str, Any]]):
 
     def _read(self, texts: Sequence[str]) -> list[Tensor]:
         """Tokens or vectors of texts, each computed once: a pretrained encoder takes milliseconds for it."""
-        if missing := [text for text in dict.fromkeys(texts) if text not in self._tokens]:
-            self._tokens |= dict(zip(missing, self.reader.each(missing), strict=True))
+        for block in sorted({self._places[text] // _BLOCK for text in texts if text not in self._tokens}):
+            together = self._distinct[block * _BLOCK : (block + 1) * _BLOCK]
+            self._tokens |= dict(zip(together, self.reader.each(together), strict=True))
         return [self._tokens[text] for text in texts]
 
     @cached_property
