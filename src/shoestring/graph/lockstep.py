@@ -225,7 +225,9 @@ def random_plan(step: StepGraph, book: RuleBook, draw: random.Random) -> dict[fx
             assert isinstance(source, fx.Node) and isinstance(place, int)
             placements[node] = [placements[source][place]]
             continue
-        fitting = [rule for rule in _choices(node, book) if _sums_are_sums(node, rule, placements)]
+        sources = inputs_of(node) if node.op == "call_function" else ()
+        not_summed = [place for place, source in enumerate(sources) if placements[source][0] != SUM]
+        fitting = [rule for rule in _choices(node, book) if all(rule.inputs[place] != SUM for place in not_summed)]
         plan[node] = draw.choice(fitting)
         placements[node] = plan[node].outputs
     return plan
@@ -236,8 +238,3 @@ def _choices(node: fx.Node, book: RuleBook) -> Iterable[ShardingRule]:
         return book[node].rules
     tensor = node.meta["val"]
     return [ShardingRule((place,), ()) for place in range(WHOLE, tensor.ndim) if can_be(place, tensor, book.ranks)]
-
-
-def _sums_are_sums(node: fx.Node, rule: ShardingRule, placements: Mapping[fx.Node, Sequence[Placement]]) -> bool:
-    pairs = zip(inputs_of(node), rule.inputs, strict=True) if node.op == "call_function" else ()
-    return all(placement != SUM or placements[source][0] == SUM for source, placement in pairs)

@@ -244,7 +244,10 @@ def program_tasks(program: RankProgram, costs: GraphCosts) -> ProgramTasks:
     tasks, nodes, after = list[Task](), list[fx.Node](), dict[fx.Node, frozenset[int]]()
     for node in program.graph.nodes:
         needed = frozenset[int]().union(*(after[source] for source in node.all_input_nodes))
-        if node.op == "call_function" and not _is_free(node):
+        free = node.target in (operator.getitem, end_move) or (
+            isinstance(node.target, torch._ops.OpOverload) and is_view(node)
+        )
+        if node.op == "call_function" and not free:
             wire = node.target is begin_move
             seconds = message_seconds([node], costs) if wire else operator_seconds(node, costs)
             nbytes = sum(tensor.meta["val"].nbytes for tensor in inputs_of(node)) if wire else 0
@@ -256,12 +259,6 @@ def program_tasks(program: RankProgram, costs: GraphCosts) -> ProgramTasks:
             needed = frozenset([len(tasks) - 1])
         after[node] = needed
     return ProgramTasks(tasks, nodes)
-
-
-def _is_free(node: fx.Node) -> bool:
-    if node.target in (operator.getitem, end_move):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and is_view(node)
 
 
 def operator_seconds(node: fx.Node, costs: GraphCosts) -> float:
