@@ -18,6 +18,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import loops
+from benchmarks.calm import was_calm
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, main, paired
 from benchmarks.intervals import of_median
 from benchmarks.rows import Kind
+from benchmarks.timing import commands_cpu_time
 from shoestring import optim
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
@@ -203,6 +206,22 @@ def help_seconds(_: Deadline) -> Measured:
     return of_median(times, f"median of 7, {min(times):.2f} to {max(times):.2f} s")
 
 
+def check_seconds(_: Deadline) -> Measured:
+    """Processor seconds of `check`, in turns with a program that only imports torch and makes an optimizer."""
+    alone = "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0).step()"
+    checks, floors = [], []
+    while len(checks) < 9:
+        began = commands_cpu_time()
+        _shoestring("-m", "shoestring", "check", "quickstart")
+        between = commands_cpu_time()
+        _shoestring("-c", alone)
+        ended = commands_cpu_time()
+        if was_calm():
+            checks.append(between - began)
+            floors.append(ended - between)
+    return of_median(checks, f"importing torch and making an optimizer alone takes {median(floors):.2f} s")
+
+
 def help_without_torch(_: Deadline) -> float:
     code = "import sys, shoestring.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
     return int(_shoestring("-c", code + "print('torch' in sys.modules)").stdout.splitlines()[-1] == "False")
@@ -269,6 +288,14 @@ def rows(run: Path | None = None) -> list[Bar]:
         bar("resume-bitwise", "cases that do not resume bit for bit on equal ranks", "<=", 0, resumed),
         bar("resume-samples", "samples not seen exactly once on 2, 1, 2 ranks", "<=", 0, samples),
         bar("help-seconds", "seconds of `shoestring --help`", "<=", 0.3, help_seconds, kind="timed"),
+        bar(
+            "check-seconds",
+            "processor seconds of `shoestring check quickstart`",
+            "<=",
+            2.2,
+            check_seconds,
+            kind="timed",
+        ),
         bar("help-torch", "`shoestring --help` imports no torch (1 is yes)", ">=", 1, help_without_torch),
         replace(
             bar("quickstart", "bits per byte better than the 5-gram, held out", ">=", 0.0, partial(quickstart, run)),

@@ -15,6 +15,7 @@ from benchmarks.checkpoint import (
     faults,
     hosts,
     kills,
+    plain,
     power,
     reshard,
     restore,
@@ -30,7 +31,20 @@ def rows(cache: Path, runs: Path, deadline: Deadline) -> list[Bar]:
     """Every bar of the area."""
     parts = [
         module.rows(cache)
-        for module in (kills, torchrun, damage, power, faults, hosts, restore, reshard, exact, stall, differences)
+        for module in (
+            kills,
+            torchrun,
+            damage,
+            power,
+            faults,
+            hosts,
+            restore,
+            reshard,
+            exact,
+            stall,
+            plain,
+            differences,
+        )
     ]
     parts.append(everything.rows(runs / "everything", deadline))
     return [bar for part in (*parts, waste.rows(), checkpoint.gpu_rows()) for bar in part]

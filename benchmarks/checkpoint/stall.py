@@ -38,9 +38,10 @@ Save = Callable[[int], float]
 Peer = Callable[[Path, Job], AbstractContextManager[Save]]
 
 
-def job_of(folder: Path, *, overlap: bool, width: int = WIDTH, layers: int = LAYERS) -> Job:
+def job_of(folder: Path, *, overlap: bool, width: int = WIDTH, layers: int = LAYERS, every: int = 3) -> Job:
+    """A job with a checkpoint to memory after every few steps; without one if `every` is 0."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    settings = {"memory_every": 3, "peers_every": 0, "disk_every": 0, "overlap": overlap}
+    settings = {"memory_every": every, "peers_every": 0, "disk_every": 0, "overlap": overlap}
     tiered = Tiered(folder=str(folder / "saves"), memory_folder=str(folder / "memory"), **settings)
     optimizer = partial(AdamW, lr=1e-4, fused=True)
     return compose(Job(model, loss=_loss, optimizer=optimizer, world=World()), [tiered])
