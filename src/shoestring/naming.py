@@ -124,7 +124,7 @@ class Trust:
             return
         raise TrustError(
             f"`{self.place}` names code to run, `{'`, `'.join(names)}`, and nobody has vouched for it as it is now",
-            hint=f"if you know that code and who made this: shoestring trust {self.place}",
+            hint=f"if you know the code and trust who wrote it, run: shoestring trust {self.place}",
         )
 
 

@@ -142,7 +142,7 @@ def test_an_interrupted_write_over_a_model_is_not_a_model(tmp_path, monkeypatch)
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters is of type 'llama3'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotates only part of a head"),
         ({"rope_parameters": [1]}, "rope_parameters is not a table"),
-        ({"head_dim": 16}, "head_dim is 16"),
+        ({"head_dim": 16}, "head_dim = 16 is not supported"),
         ({"hidden_size": "48"}, "GPTConfig.dim is '48'"),
     ],
 )

@@ -80,7 +80,8 @@ def take(attachments: Attachments, batches: Sequence[Batch]) -> Tensor:
 class MicroBatches:
     """The micro-batches of one step or of one evaluation.
 
-    The micro-batches are run by `run_in_order`, or by a function that an owner of SHARD has set (`Attachments.shard`).
+    The micro-batches are run by `run_in_order`, or by the function that a feature at the seam SHARD has set
+    (`Attachments.shard`).
     """
 
     def __init__(

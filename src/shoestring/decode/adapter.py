@@ -118,7 +118,7 @@ class Adapter(ABC):
 
 
 def adapt(model: nn.Module, context: int | None = None) -> Adapter:
-    """Create the adapter of a model.
+    """Create the `Adapter` through which the engine runs a model: it maps tokens to logits, with or without a cache.
 
     The model may be the package's own `GPT`, a model of transformers, or any other module that maps tokens (B, T) to
     logits (B, T, V). A module that is neither a `GPT` nor a model of transformers cannot use a cache: it reads its

@@ -87,7 +87,7 @@ def discover(
 
 
 def parts_of(ranks: int) -> tuple[int, ...]:
-    """The numbers of shards that stand for so many ranks: its smallest divisors."""
+    """The numbers of shards with which operators are tried: the two smallest divisors of `ranks` above 1."""
     return tuple(number for number in range(2, ranks + 1) if ranks % number == 0)[:2]
 
 

@@ -1,4 +1,4 @@
-"""Names of the mesh axis and the facts of split operators; imports nothing."""
+"""The name of the mesh axis of split operators, and the keys of what a run reports about them; imports nothing."""
 
 from typing import Final
 

@@ -45,8 +45,9 @@ def complete(new: Path, source: Path | None, *, learnt: Sequence[int] = (), end_
 
     Args:
         source: folder of the model that the export was made from; None if there is none.
-        learnt: ids of tokens that end a text, in addition to the ids that the files in `source` name.
-        end_of_text: the tokenizer's end-of-text token, which is used if `source` names no tokens that end a text.
+        learnt: further ids of tokens that end a text; the files in the folder `source` may list others.
+        end_of_text: the tokenizer's end-of-text token, which is used if the files in `source` list no tokens that end a
+            text.
     """
     original: dict[str, Any] = {}
     if source is not None:

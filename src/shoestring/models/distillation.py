@@ -315,8 +315,8 @@ def acceptance(
     """Sum of Σ min(p, q) at temperature 1 over all tokens of `batches` that have a target, and the number of these
     tokens.
 
-    The ratio of the two results is the fraction of drafted tokens that is accepted, if the drafts continue prefixes of
-    these texts.
+    The ratio of the two results is the fraction of drafted tokens that is accepted when the student drafts
+    continuations of prefixes of these texts.
 
     Args:
         student, teacher: models in evaluation mode, on the device of the batches.

@@ -119,7 +119,7 @@ def keys_of(architecture: Architecture, config: Mapping[str, Any], usual: Mappin
         if list(entries.get("layer_types") or expected) != expected:
             raise ConfigError(
                 f"llama.cpp's {architecture.name} has full attention in every layer of {architecture.period}",
-                hint="this model's layer_types differ",
+                hint="the layer_types in this model's configuration have another order",
             )
     elif sees_window and window < context:
         log.warning("llama.cpp's %s has no sliding window; the file's context is %d", architecture.name, window)

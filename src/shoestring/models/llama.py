@@ -227,8 +227,8 @@ def from_llama_config(content: Mapping[str, Any], where: str) -> GPTConfig:
     )
     if (head_dim := fields.count("head_dim", config.head_dim)) != config.head_dim:
         raise ConfigError(
-            f"{where}: head_dim is {head_dim}",
-            hint=f"only hidden_size / heads = {config.head_dim} is supported",
+            f"{where}: head_dim = {head_dim} is not supported",
+            hint=f"only hidden_size / num_attention_heads = {config.head_dim} is",
         )
     return config
 

@@ -64,7 +64,7 @@ class _Timed:
     frozen: int = 0
 
     def note(self, forward: float, backward: float) -> None:
-        """Add the seconds of the passes of one more number of samples."""
+        """Add the seconds of the forward and the backward pass over another number of samples."""
         self.forward.append(forward)
         self.backward.append(backward)
 

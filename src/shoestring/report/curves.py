@@ -38,7 +38,7 @@ _EXACT = frozenset({"lr"})  # never smoothed: a schedule has no noise, and smoot
 def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """The data that the page's script draws: {"runs", "large": charts, "small": charts, "tokens": bool}.
 
-    The bool says whether every run has token counts, so that they can be the x axis. A run is {"name", "step",
+    "tokens" is whether every run has token counts, so that they can be the x axis. A run is {"name", "step",
     "seconds", "tokens"}; the last three are lists of equal length, with an entry for each step at which a curve of the
     run has a point. A chart is {"key", "title", "unit", "format", "smooth", "marks", "lines"}. A line is {"run",
     "kind", "label", "tone", "logged", "at", "value"}, where `at` holds indices into the lists of the line's run, and

@@ -51,8 +51,9 @@ class TrainingClock:
     def count_earlier_starts(self, folder: Path, resumed: int | None) -> None:
         """Add the time of steps that earlier starts did after the checkpoint that is resumed. A collective.
 
-        A checkpoint holds the training time only up to its own step. The times of later steps are in metrics.jsonl, but
-        resuming removes their rows. So each start writes the total time so far to the file `spent.json`.
+        A checkpoint holds the training time only up to its own step. The times of the steps after the checkpoint are in
+        metrics.jsonl, but resuming removes the rows of these steps. So each start writes the total time so far to the
+        file `spent.json`.
 
         Args:
             resumed: step that the run was resumed from; None if it starts from scratch.

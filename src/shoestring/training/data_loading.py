@@ -132,7 +132,7 @@ def check_form(run: Run) -> None:
     """Check that the settings of a run suit the form of its data: a text corpus, or the user's own data sets.
 
     Raises:
-        ConfigError, DataError: a setting works only with the other form.
+        ConfigError, DataError: a setting does not work with the form of the run's data.
     """
     own = run.has_own_data
     if own and run.settings.baselines:

@@ -1,7 +1,7 @@
 """The layout of chats and preferences in samples: as dense as the model can read correctly.
 
-Several chats share a sample only if the model keeps them from attending to each other. The answers of a preference
-share their prompt only if the model accepts the attention mask that this needs.
+Several chats share a sample only if the model keeps them from attending to each other. The two answers of a preference
+share one copy of their prompt only if the model accepts the attention mask that hides each answer from the other.
 """
 
 from __future__ import annotations

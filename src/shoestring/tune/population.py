@@ -26,7 +26,7 @@ Scores = Mapping[int, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Fork:
-    """A member to replace by a fork, and the parent from whose checkpoint at this comparison the fork begins."""
+    """The replacement of a member by a fork, which begins at the parent's checkpoint of the current comparison."""
 
     ended: TrialLease
     parent: TrialLease

@@ -215,7 +215,7 @@ def speculation_rules(request: HttpRequest) -> HttpResponse:
 
 
 def _stored(request: HttpRequest, text: str, kind: str) -> HttpResponse:
-    """A response that browsers store for as long as they like, if they asked for it by its version."""
+    """A response that browsers may store for a year if the request's query is the current version."""
     response = HttpResponse(text, content_type=f"{kind}; charset=utf-8")
     if request.META["QUERY_STRING"] == version():
         response["Cache-Control"] = "public, max-age=31536000, immutable"

@@ -228,7 +228,7 @@ def read_label_studio(store: AnnotationStore, project: Any, path: Path, *, add_r
 
 
 def _objects(value: Any, place: str) -> list[dict[str, Any]]:
-    """Return a list of objects, which may be missing."""
+    """Check that a value is a list of objects, and return it; an empty list for None."""
     values = [] if value is None else value
     if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
         raise DataError(f"{place} is no list of objects")

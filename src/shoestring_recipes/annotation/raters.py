@@ -122,8 +122,8 @@ class RaterModel(StrEnum):
     CONFUSION = "a confusion matrix for each rater (Dawid and Skene)"
     """Any dependence (Dawid and Skene, 1979): raters may confuse some classes more often than others."""
     GUESSES = "each rater knows the class or guesses (MACE)"
-    """A rater knows the class with a probability, and otherwise guesses with habits that do not depend on it (Hovy,
-    Berg-Kirkpatrick, Vaswani and Hovy, 2013)."""
+    """A rater knows the class with a probability, and otherwise guesses with habits that do not depend on the class
+    (Hovy, Berg-Kirkpatrick, Vaswani and Hovy, 2013)."""
 
 
 def fit(

@@ -1,4 +1,5 @@
-"""Serves the page on which people label, on this machine only. A rater is known by a token, which the store hashes."""
+"""Serves the page for labelling, to browsers on this machine only. A rater is known by a token, which the store
+hashes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Draws covers onto the landmarks of a face: masks of four kinds, and five things that resemble masks.
+"""Draws what covers a face onto its landmarks: masks of four kinds, and five things that resemble masks.
 
-All covers are drawn on a sheet over the lower face. The sheet's column u goes from 0 to 1 from cheek to cheek, and its
-row v from the bridge of the nose to the chin. A homography maps the sheet onto the landmarks of a slightly turned face
-(Anwar and Raychowdhury, 2020, arXiv 2008.11104). The kinds of cover were fixed before any training; a test checks that
-they stay the same.
+Each is drawn on a flat sheet, which is laid over the lower face. The sheet's column u goes from 0 to 1 from cheek to
+cheek, and its row v from the bridge of the nose to the chin. A homography maps the sheet onto the landmarks of a
+slightly turned face (Anwar and Raychowdhury, 2020, arXiv 2008.11104). The kinds were fixed before any training; a test
+checks that they stay the same.
 """
 
 from __future__ import annotations

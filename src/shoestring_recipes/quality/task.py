@@ -84,7 +84,8 @@ def _ladders(rows: Sequence[tuple[Tensor, int, int, bool]]) -> Ladders:
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Compute the scores (N, L, …) of ladders; in training, whole ladders are mirrored at random along both axes."""
+    """Compute the scores (N, L, …) of N ladders, each one picture at L levels of distortion. In training, all pictures
+    of a ladder are mirrored alike, at random along both axes."""
     x = batch["inputs"]
     if model.training:
         for axis in (-1, -2):

@@ -173,7 +173,7 @@ def gif(frames: Tensor, enlarged: int = 4, milliseconds: int = 120) -> bytes:
     """Return frames, uint8 (frames, 3, H, W), as a GIF that repeats without end.
 
     Args:
-        enlarged: number of pixels, on each side, that a pixel becomes.
+        enlarged: factor by which height and width are enlarged.
     """
     from PIL import Image
 

@@ -162,7 +162,8 @@ def forward(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
 @ss.whole_batch
 def contrastive(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of finding each text's clip among those of the whole batch, and each clip's
-    text, with the learned temperature. Other samples of a text's own emoji are no negatives."""
+    text, with the learned temperature. A text's negatives are the clips of other emoji: samples of its own emoji do not
+    count."""
     texts, clips, numbers = output["text"].float(), output["clip"].float(), output["number"]
     own = torch.arange(len(texts), device=texts.device)
     repeated = numbers[:, None] == numbers

@@ -107,7 +107,7 @@ def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: Ex
     residual. In a replayed step nothing is exchanged, because the gradients are already averages.
 
     Raises:
-        ConfigError: a parameter that was frozen or missing when the exchange was attached is trained now, or a
+        ConfigError: a parameter is trained now that was frozen or missing when the exchange was attached, or a
             parameter was removed.
     """
     if state.replaying:

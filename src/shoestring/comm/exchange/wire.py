@@ -164,7 +164,7 @@ class Wire:
                             grad.fill_(torch.nan)
                         return False
                     largest = LATER
-                    if keep is not None:  # answers may be views of gradients, which decoding overwrites
+                    if keep is not None:  # averages may be views of gradients, which decoding overwrites
                         memory = {grad.untyped_storage().data_ptr() for grad in grads.values()}
                         keep([a.clone() if a.untyped_storage().data_ptr() in memory else a for a in answers])
                     requests = advance(coding, answers)

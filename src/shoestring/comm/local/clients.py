@@ -85,8 +85,8 @@ class PrivateTensors:
 
 
 class ClientTurns(ClientStates):
-    """The turns of one rank's clients: which client the model belongs to, what stays with each client, and the sums of
-    what the clients of the current round have learnt."""
+    """Trains one rank's clients in turn with one model. Holds the number of the current client, the private tensors of
+    each client, and the sums of the updates of the clients that have trained in the current round."""
 
     def __init__(self, attachments: Attachments, settings: FedAvg, outer: OuterOptimizer) -> None:
         self.attachments, self.settings, self.outer = attachments, settings, outer

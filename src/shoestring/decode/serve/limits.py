@@ -34,7 +34,7 @@ class Allowance:
         return self._left
 
     def use(self, amount: float, now: float) -> None:
-        """Subtract from the remaining amount; a negative `amount` is given back."""
+        """Subtract `amount` from what remains; a negative `amount` is added to what remains."""
         self._left = self.left(now) - amount
 
     def seconds_until(self, amount: float, now: float) -> float:

@@ -70,11 +70,13 @@ class OnlineSkipping(Adapter):
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         decodes = tokens.shape[1] == 1
         if decodes and self._observer is not None:
-            if self._first is None and self._seen >= LEARNT:  # the first choice
+            if self._first is None and self._seen >= LEARNT:  # choose the sublayers for the first time
                 self._first = gather(self._observer, self.costs, self.at)
                 self.ratios = dict(least_harm(self._first, self.share * self._first.total))
                 self._observer, self._seen = Observer(self.model, leave_out=self.ratios), 0
-            elif self._first is not None and self._seen >= WATCHED:  # the second choice
+            elif (
+                self._first is not None and self._seen >= WATCHED
+            ):  # choose their ratios once more, and for the last time
                 watched = gather(self._observer, self.costs, self.at)
                 self.ratios |= within_price(watched, price(self._first, self.ratios))
                 self._observer = None
