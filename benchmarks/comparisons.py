@@ -145,6 +145,12 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
         Question("time that an exact profile adds", "torch.profiler with stacks", ("profile.exact-beside-stacks",)),
         Question("time that an exact profile adds", "torch.profiler without stacks", ("profile.exact-beside-torch",)),
         Question("share of faults whose line is named first", "py-spy", ("profile.line-beside-py-spy",), equal=0.0),
+        Question("share of faults whose line is named first", "scalene", ("profile.line-beside-scalene",), equal=0.0),
+        Question("processor time of a profiled program", "torch.profiler", ("profile.whole-torch",)),
+        Question("processor time of a profiled program", "torch.profiler with stacks", ("profile.whole-stacks",)),
+        Question("processor time of a profiled program", "py-spy", ("profile.whole-py-spy",)),
+        Question("processor time of a profiled program", "scalene", ("profile.whole-scalene",)),
+        Question("processor time of a profiled program", "memray", ("profile.whole-memray",)),
         Question("processor time under the profile of a JAX program", "jax.profiler", ("profile.jax-cost",)),
     ),
     "Searching settings": (
@@ -180,8 +186,6 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
 
 MISSING = (
     ("memory of a training loop", "accelerate, Lightning"),
-    ("cost of a profile", "py-spy, scalene, memray"),
-    ("the line that a profile names first", "scalene"),
     ("checkpoints with cached staging, in a process of its own", "torch's DCP"),
     ("generating and serving on a GPU", "vLLM, SGLang"),
     ("trials to a fixed regret", "Ax, HEBO, SMAC"),

@@ -8,7 +8,7 @@ from functools import cache
 
 from benchmarks import profile
 from benchmarks.harness import Bar, Deadline, main, resumable
-from benchmarks.profile import cases, cost, findings, formulas, growth, jax_rows, peers, truth
+from benchmarks.profile import cases, cost, findings, formulas, growth, jax_rows, peers, truth, whole
 
 
 def command(argv: Sequence[str]) -> int:
@@ -23,6 +23,7 @@ def command(argv: Sequence[str]) -> int:
     def rows() -> list[Bar]:
         return [
             *cost.rows(costs),
+            *whole.rows(lambda: whole.Programs(known.runs / "whole", deadline.check)),
             *truth.rows(),
             *growth.rows(known.runs / "growth", deadline.check),
             *findings.rows(known.runs, deadline.check),

@@ -10,6 +10,7 @@ runs a program, for the tool to watch.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,27 @@ def py_spy(kind: str, name: str) -> Counter[tuple[str, int]]:
         return by_line(out.read_text().splitlines(), f"benchmarks/profile/{kind}/")
 
 
+def scalene(kind: str, name: str) -> Counter[tuple[str, int]]:
+    """Processor time by line, in thousandths of a percent, as scalene tells it."""
+    folder = f"benchmarks/profile/{kind}/"
+    with tempfile.TemporaryDirectory() as room:
+        out = Path(room) / "profile.json"
+        options = ["--cpu-only", "--profile-only", folder, "--program-path", str(ROOT), "--cpu-percent-threshold", "0"]
+        command = [sys.executable, "-m", "scalene", "run", *options, "--outfile", str(out), "---", __file__, kind, name]
+        path = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        run_command(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)})
+        files = json.loads(out.read_text())["files"] if out.exists() else {}
+    kinds = ("n_cpu_percent_python", "n_cpu_percent_c", "n_sys_percent")
+    return Counter(
+        {
+            (folder + file.rpartition(folder)[2], line["lineno"]): round(1000 * sum(line[one] for one in kinds))
+            for file, content in files.items()
+            for line in content["lines"]
+            if any(line[one] for one in kinds)
+        }
+    )
+
+
 def by_line(stacks: Sequence[str], folder: str) -> Counter[tuple[str, int]]:
     """Samples by the innermost line of each stack that is in a file of a folder. Stacks of importing it do not count.
 
@@ -79,7 +102,7 @@ def beside(
     tool: str, lines_of: Callable[[str, str], Counter[tuple[str, int]]], trial: Trial, _: object
 ) -> Measured | NotRun:
     """Share of the faults whose line ours names first, less that of a tool."""
-    if shutil.which(tool) is None:
+    if shutil.which(tool) is None and find_spec(tool) is None:
         return NotRun(f"{tool} is not installed: `pip install {tool}`")
     ours, theirs = [], []
     for judged in trial.judged(kinds=(SET,)):
@@ -105,6 +128,10 @@ def rows(trial: Trial) -> list[Bar]:
         Bar(
             "profile.line-beside-py-spy", f"{what}py-spy", ">=", 0.0, partial(beside, "py-spy", py_spy, trial),
             baseline=f"py-spy, {RATE} samples a second, lines by their own samples", peers=("py-spy",), kind="drawn",
+        ),
+        Bar(
+            "profile.line-beside-scalene", f"{what}scalene", ">=", 0.0, partial(beside, "scalene", scalene, trial),
+            baseline="scalene, processor time, lines by their own time", peers=("scalene",), kind="drawn",
         ),
     ]  # fmt: skip
 
