@@ -102,6 +102,8 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
     "Checkpoints": (
         Question("time for which a checkpoint stops training", "torch's DCP, asynchronous", ("checkpoint.stall-dcp",)),
         Question("time for which a checkpoint stops training", "lm-resiliency", ("checkpoint.stall-lm-resiliency",)),
+        Question("a checkpoint in one file", "safetensors, without a checksum", ("checkpoint.plain-safetensors",)),
+        Question("a checkpoint in one file", "torch.save", ("checkpoint.plain-torch",)),
     ),
     "Generating and serving": (
         Question(
@@ -131,6 +133,7 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
             "transformers' assisted generation",
             ("decode.pair-assisted", "decode.pair-assisted-defaults"),
         ),
+        Question("what drafts gain over plain decoding", "transformers' assisted generation", ("decode.pair-gain",)),
         Question("processor time of any of transformers' families", "transformers' generate", ("models.time-*",)),
         Question(
             "products with weights of 4 and 8 bits, one row",

@@ -28,6 +28,7 @@ from benchmarks.decode.pairs import CONTEXT, Pairs, deepened
 from benchmarks.harness import Deadline, stored
 from benchmarks.rows import Bar, Measured, NotRun
 from benchmarks.timing import Paired, paired
+from shoestring.core.errors import DataError
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.adapter import Adapter, OwnModel
 from shoestring.decode.drafters.lookup import PromptLookup
@@ -51,8 +52,8 @@ FIXED = {
     "assistant_confidence_threshold": 0.0,
 }
 """Of transformers' settings, drafts of a fixed length; how many tokens is filled in."""
-ASSISTED = (2, 3, 4, 6, 8, 12)
-"""Draft lengths of transformers of which it gets its best."""
+ASSISTED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Draft lengths of transformers, of which it gets its best; the best lies between the first and the last."""
 
 
 class Scripted(OwnModel):
@@ -97,6 +98,15 @@ class Turns:
 # -- the pair ----------------------------------------------------------------------------------------------------------
 
 
+Ratio = tuple[float, tuple[float, float]]
+"""A value and its interval."""
+
+
+def ratio_of(times: Paired) -> Ratio:
+    """The median ratio of two ways, and its interval."""
+    return times.median, times.interval
+
+
 @dataclass
 class Speeds:
     """One target: how often its drafter is accepted, what passes cost, and the times of all ways to generate."""
@@ -111,13 +121,23 @@ class Speeds:
     best: Paired
     """Transformers' assisted generation at its best length over ours."""
     default: Paired
+    theirs: Paired
+    """Transformers' plain decoding over its assisted generation at its best length."""
     length: int
     """The length at which transformers was best."""
 
     @property
-    def share(self) -> float:
-        """Of the bound."""
-        return self.ours.median / self.bound
+    def share(self) -> Ratio:
+        """Our speed-up over the bound."""
+        low, high = self.ours.interval
+        return self.ours.median / self.bound, (low / self.bound, high / self.bound)
+
+    @property
+    def gain(self) -> Ratio:
+        """Our speed-up over our plain decoding, over transformers' over its own; its interval is that of all pairs of
+        an end of one and an end of the other."""
+        (low, high), (slow, fast) = self.ours.interval, self.theirs.interval
+        return self.ours.median / self.theirs.median, (low / fast, high / slow)
 
 
 @dataclass
@@ -135,7 +155,7 @@ class Contest:
         """Of one target."""
         path = self.folder / f"{epsilon:g}.json"
         found = stored(path, self.pairs.check, lambda: asdict(self._measure(epsilon)))
-        ratios = {name: Paired(**found[name]) for name in ("ours", "best", "default")}
+        ratios = {name: Paired(**found[name]) for name in ("ours", "best", "default", "theirs")}
         return Speeds(found["epsilon"], found["acceptance"], found["bound"], **ratios, length=found["length"])
 
     def _measure(self, epsilon: float) -> Speeds:
@@ -150,16 +170,17 @@ class Contest:
         for request in requests[:3]:  # costs and acceptance are learnt once for all texts
             run(engines[1], [request])
 
-        def compare(other: Callable[[Request], object]) -> Paired:
-            mine = Turns(lambda request: run(engines[1], [request]), requests)
-            found = paired(Turns(other, requests), mine, rounds=ROUNDS, warmup=1, order="AB")
+        def compare(one: Callable[[Request], object], other: Callable[[Request], object]) -> Paired:
+            found = paired(Turns(one, requests), Turns(other, requests), rounds=ROUNDS, warmup=1, order="AB")
             self.pairs.check()
             return found
 
-        plain = compare(lambda request: run(engines[0], [request]))
+        plain, drafted = (lambda request, engine=engine: run(engine, [request]) for engine in engines)
+        best = partial(peer, length)
         return Speeds(
-            epsilon, rates[0], bound, plain, compare(partial(peer, length)), compare(partial(peer, None)), length
-        )
+            epsilon, rates[0], bound, compare(plain, drafted), compare(best, drafted),
+            compare(partial(peer, None), drafted), compare(peer.alone, best), length,
+        )  # fmt: skip
 
 
 def speculating(target: GPT, draft: GPT, *, slots: int = 1, **settings: Any) -> Engine:
@@ -223,32 +244,49 @@ class Assisted:
             setattr(self.drafter.generation_config, name, self.defaults[name] if length is None else value)
         if length is not None:
             self.drafter.generation_config.num_assistant_tokens = length
+        self._generate(request, assistant_model=self.drafter)
+
+    def alone(self, request: Request) -> None:
+        """Without drafts."""
+        self._generate(request)
+
+    def _generate(self, request: Request, **more: Any) -> None:
         torch.manual_seed(request.sampling.seed)
         count = request.max_new
         made = self.target.generate(
-            torch.tensor([request.tokens]), assistant_model=self.drafter, do_sample=True, top_k=0, temperature=1.0,
-            max_new_tokens=count, min_new_tokens=count, pad_token_id=0, eos_token_id=None,
+            torch.tensor([request.tokens]), do_sample=True, top_k=0, temperature=1.0, max_new_tokens=count,
+            min_new_tokens=count, pad_token_id=0, eos_token_id=None, **more,
         )  # fmt: skip
         assert made.shape[1] == len(request.tokens) + count
 
     def best_length(self, request: Request) -> int:
-        """By two runs of each, after one that warms up."""
+        """By two runs of each, after one that warms up.
+
+        Raises:
+            DataError: the best is the longest of `ASSISTED`, so that a longer one may be better.
+        """
         self(ASSISTED[0], request)
         taken = {}
         for length in (*ASSISTED, *reversed(ASSISTED)):
             began = time.perf_counter()
             self(length, request)
             taken[length] = min(taken.get(length, float("inf")), time.perf_counter() - began)
-        return min(taken, key=lambda length: taken[length])
+        best = min(taken, key=lambda length: taken[length])
+        if best == ASSISTED[-1]:
+            raise DataError(f"transformers is best at the longest drafts, {best}", hint="add longer ones to ASSISTED")
+        return best
 
 
-def over_targets(ask: Callable[[], Contest], value: Callable[[Speeds], float], _: Deadline) -> Measured:
-    """The least value over the targets."""
+def over_targets(ask: Callable[[], Contest], ratio: Callable[[Speeds], Ratio], _: Deadline) -> Measured:
+    """The least value over the targets, with its interval."""
     found = ask().all()
-    each = ", ".join(f"{value(one):.2f} at an acceptance of {one.acceptance:.2f}" for one in found)
+    each = ", ".join(f"{ratio(one)[0]:.2f} at an acceptance of {one.acceptance:.2f}" for one in found)
     lengths = ", ".join(str(one.length) for one in found)
     gains = ", ".join(f"{one.ours.median:.2f}x of {one.bound:.2f}x" for one in found)
-    return Measured(min(map(value, found)), f"{each}; speed-up {gains}; transformers' best lengths {lengths}")
+    theirs = ", ".join(f"{one.theirs.median:.2f}x" for one in found)
+    note = f"{each}; speed-up {gains}; transformers over its own plain decoding {theirs} at lengths of {lengths}"
+    value, interval = min(map(ratio, found))
+    return Measured(value, note, interval)
 
 
 # -- without a pair ----------------------------------------------------------------------------------------------------
@@ -355,7 +393,7 @@ def rows(ask: Callable[[], Contest]) -> list[Bar]:
             f"{assisted}, at its best draft length",
             ">=",
             1.05,
-            partial(over_targets, ask, lambda one: one.best.median),
+            partial(over_targets, ask, lambda one: ratio_of(one.best)),
             baseline="transformers",
             peers=peers,
         ),
@@ -364,7 +402,17 @@ def rows(ask: Callable[[], Contest]) -> list[Bar]:
             f"{assisted}, at its defaults",
             ">=",
             1.15,
-            partial(over_targets, ask, lambda one: one.default.median),
+            partial(over_targets, ask, lambda one: ratio_of(one.default)),
+            baseline="transformers",
+            peers=peers,
+        ),
+        Bar(
+            "decode.pair-gain",
+            "speed-up by a drafter over plain decoding of the same engine, over that of transformers over its own "
+            "plain decoding at its best draft length, least over acceptances of 0.5 to 0.95",
+            ">=",
+            1.0,
+            partial(over_targets, ask, lambda one: one.gain),
             baseline="transformers",
             peers=peers,
         ),
