@@ -101,6 +101,11 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
     ),
     "Checkpoints": (
         Question("time for which a checkpoint stops training", "torch's DCP, asynchronous", ("checkpoint.stall-dcp",)),
+        Question(
+            "time for which a checkpoint stops training",
+            "torch's DCP, with cached staging and a process of its own",
+            ("checkpoint.stall-dcp-process",),
+        ),
         Question("time for which a checkpoint stops training", "lm-resiliency", ("checkpoint.stall-lm-resiliency",)),
         Question("a checkpoint in one file", "safetensors, without a checksum", ("checkpoint.plain-safetensors",)),
         Question("a checkpoint in one file", "torch.save", ("checkpoint.plain-torch",)),
@@ -189,7 +194,6 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
 
 MISSING = (
     ("memory of a training loop", "accelerate, Lightning"),
-    ("checkpoints with cached staging, in a process of its own", "torch's DCP"),
     ("generating and serving on a GPU", "vLLM, SGLang"),
     ("trials to a fixed regret", "Ax, HEBO, SMAC"),
 )
