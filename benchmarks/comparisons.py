@@ -194,6 +194,7 @@ SECTIONS: Mapping[str, Sequence[Question]] = {
 
 MISSING = (
     ("memory of a training loop", "accelerate, Lightning"),
+    ("a step with FSDP2, whole and hybrid", "accelerate, torchtitan: both shard on GPUs only"),
     ("generating and serving on a GPU", "vLLM, SGLang"),
     ("trials to a fixed regret", "Ax, HEBO, SMAC"),
 )

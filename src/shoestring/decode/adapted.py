@@ -19,7 +19,7 @@ from shoestring.models.adapters_by_row import AdaptedPass, LoadedAdapter, adapta
 from shoestring.models.cache import CachePlace, KVCache
 
 PASSES = 4
-"""Number of combinations of adapters in a batch whose stacked or tabulated factors are cached."""
+"""Number of cached `AdaptedPass` objects: one for each recent combination of adapters in a batch."""
 ROWS, TOKENS = 3, 2
 """Numbers of rows and of tokens per row in the pass that detects which layers can be adapted."""
 
@@ -27,11 +27,11 @@ ROWS, TOKENS = 3, 2
 class AdaptedRows(Adapter):
     """A model that reads each row of a cache with the low-rank adapter that was assigned to the row, if any.
 
-    A model that reads each text in a separate pass still does so; any other model reads rows with different adapters
-    in one pass.
+    If `inner` reads each text in a separate pass, it still does so; otherwise, rows with different adapters are read in
+    one pass.
 
     Raises:
-        ConfigError: passes are captured or compiled, or no layer of the model can be adapted by row.
+        ConfigError: passes are captured or compiled, or no layer of the model supports a separate adapter for each row.
     """
 
     def __init__(self, inner: Adapter) -> None:
@@ -53,7 +53,7 @@ class AdaptedRows(Adapter):
             )
         self.layers = layers
         """The layers that may have adapters, by name."""
-        # The adapters of a batch change only when texts begin or end, so few combinations need to be cached.
+        # The combination of adapters changes only when a text begins or ends, so few combinations need to be cached.
         self._pass = lru_cache(PASSES)(lambda adapters: AdaptedPass(self.layers, adapters))
 
     def new_cache(self, rows: int, length: int) -> KVCache:

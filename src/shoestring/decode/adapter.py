@@ -1,5 +1,5 @@
-"""Adapters that let the engine generate with any causal language model; each reads tokens into a cache whose rows may
-differ in length."""
+"""The interface through which the engine runs any causal language model (`Adapter`), and its implementations: they read
+tokens into a cache whose rows may differ in length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Adapter(ABC):
     shares = True
     """Whether a pass over several texts takes less time than a separate pass over each text."""
     native_layers: DecoderLayers | None = None
-    """Native code for the layers in passes over few tokens; None if it does not support the model's layers."""
+    """Native code that runs the layers in passes over few tokens; None if it does not support the model's layers."""
 
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
@@ -122,8 +122,8 @@ def adapt(model: nn.Module, context: int | None = None) -> Adapter:
 
     The model may be the package's own `GPT`, a model of transformers, or any other module that maps tokens (B, T) to
     logits (B, T, V). A module that is neither a `GPT` nor a model of transformers cannot use a cache: it reads its
-    whole text again for each token, which is slow. Test passes show how a model of transformers uses a cache; see
-    `shoestring.models.behaviour`.
+    whole text again for each token, which is slow. For a model of transformers, test passes determine how it uses a
+    cache; see `shoestring.models.behaviour`.
 
     Args:
         context: largest number of tokens that the model sees; defaults to the model's own.
@@ -146,7 +146,7 @@ def adapt(model: nn.Module, context: int | None = None) -> Adapter:
 
 
 class OwnModel(Adapter):
-    """Adapter of the package's own `GPT`."""
+    """Runs the package's own `GPT` with a key/value cache."""
 
     def __init__(self, model: nn.Module, context: int) -> None:
         super().__init__(model, context)
@@ -160,7 +160,7 @@ class OwnModel(Adapter):
 
 
 class Pretrained(Adapter):
-    """Adapter of a causal language model of transformers that runs with this package's cache and masks in place of the
+    """Runs a causal language model of transformers with this package's cache and attention masks instead of the
     model's own."""
 
     def __init__(self, model: nn.Module, context: int, behaviour: Behaviour) -> None:
@@ -176,7 +176,7 @@ class Pretrained(Adapter):
 
 
 class Remembered(KVCache):
-    """A cache that holds only the tokens, for models that read the whole text in each pass."""
+    """A cache that stores tokens but no keys and values, for models that read the whole text in each pass."""
 
     def __init__(self, rows: int, length: int) -> None:
         super().__init__(rows, length)
@@ -188,7 +188,7 @@ class Remembered(KVCache):
 
 
 class OwnCaches(Remembered):
-    """A cache that holds, for each row, its tokens and one cache object of transformers."""
+    """A cache that stores the tokens of each row and one cache object of transformers per row."""
 
     def __init__(self, rows: int, length: int, passes: TextPasses) -> None:
         super().__init__(rows, length)
@@ -203,7 +203,7 @@ class OwnCaches(Remembered):
 
 
 class OwnCached(Adapter):
-    """Adapter of a model of transformers that needs a separate cache object, and so a separate pass, for each text."""
+    """Runs a model of transformers that needs a separate cache object, and so a separate pass, for each text."""
 
     skips = False
     shares = False
@@ -262,8 +262,8 @@ def side_by_side(results: Sequence[Tensor | None], count: int) -> Tensor:
 
 
 class Whole(Adapter):
-    """Adapter of any module that maps tokens (B, T) to logits (B, T, V), or to an object with `.logits`; it reads the
-    whole text in each pass.
+    """Runs any module that maps tokens (B, T) to logits (B, T, V), or to an object with `.logits`; reads the whole text
+    in each pass.
 
     Args:
         apart: whether each row is read in a separate pass, because rows in the same pass would influence each other.
@@ -298,8 +298,8 @@ class Whole(Adapter):
 
 
 def _context(model: nn.Module, context: int | None) -> int:
-    """The context length to use: the requested one, or by default the model's own. A length that the model does not
-    support is refused."""
+    """The context length to use: `context`, or by default the model's own; raises a ConfigError if the model does not
+    support the length."""
     config: Any = getattr(model, "config", None)
     if hf.is_pretrained(model):
         known = hf.context_of(config)

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 def changed(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
-    """Apply a request's biases, penalties and constraint to logits (T, V); the repetition penalty is applied later.
+    """Apply a request's biases, penalties for presence and frequency, and constraint to logits (T, V).
+
+    The repetition penalty is not applied here, but in `drawing.draw`.
 
     Args:
-        drafted: T - 1 tokens that follow the text. The changes at a position depend only on the tokens before it.
+        drafted: T - 1 tokens that follow the text. The changes to a row of logits depend only on the tokens before it.
         logits: the model's logits after the text and after each drafted token; they are not modified.
 
     Raises:
@@ -30,7 +32,7 @@ def changed(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
         values = torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
         logits = logits.index_add(1, tokens, values.expand(len(logits), -1))
     if changes.presence_penalty or changes.frequency_penalty:
-        # Tokens that were generated before are penalized, once for their presence and again for each occurrence.
+        # A generated token is penalized once for its presence, and again for each of its occurrences.
         presence, frequency = changes.presence_penalty, changes.frequency_penalty
         counts = Counter(token for token in row.text if token < logits.shape[1])
         penalty = torch.zeros_like(logits)

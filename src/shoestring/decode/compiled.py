@@ -26,13 +26,13 @@ outgrows it."""
 
 
 def choose_passes(model: nn.Module, context: int | None, passes: Passes, *, patched: bool = False) -> Adapter:
-    """Create the adapter of a model; `passes` says how its short forward passes run (see `Decoding.passes` in the
-    settings).
+    """Wrap a model for generation so that its short forward passes run plainly, as CUDA graphs or compiled.
 
     Args:
+        passes: how short forward passes run; see `Decoding.passes` in the settings.
         context: largest number of tokens that the model sees; defaults to the model's own.
-        patched: whether layers will be patched between passes, to skip sublayers or to add adapters, which is not
-            possible with captured passes.
+        patched: whether layers will be patched between passes, to skip sublayers or to add adapters; captured passes do
+            not allow this.
 
     Raises:
         ConfigError: forward passes cannot be captured or compiled for this model or on this device.
@@ -58,8 +58,8 @@ class _Pass:
 
 
 class Compiled(OwnModel):
-    """Adapter of the package's own `GPT` that rounds the shapes of short passes up to powers of two, so that only a few
-    different passes have to be compiled.
+    """Runs the package's own `GPT` with compiled or captured short passes, whose shapes are rounded up to powers of two
+    so that only a few different passes have to be prepared.
 
     Args:
         backend: backend of torch.compile; None compiles nothing, and captures the model's own kernels on a GPU.
@@ -105,7 +105,7 @@ class Compiled(OwnModel):
         return logits if last is None else logits[:, -last:]
 
     def _prepare(self, cache: KVCache, rows: int, count: int, end: int) -> _Pass:
-        """Compile or capture a pass over `count` tokens of `rows` rows that attends to `end` positions."""
+        """Compile or capture a pass over `count` tokens in each of `rows` rows, which attend to `end` positions."""
         tokens = torch.zeros(rows, count, dtype=torch.int64, device=self.device)
         # During this preparation, the pass writes only to the last cache position, which is never attended to.
         place = CachePlace(slice(0, rows), torch.full_like(tokens, cache.length), end, aligned=False)

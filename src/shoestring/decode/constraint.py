@@ -26,7 +26,7 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="shoestring-masks")  # starts
 
 
 class ConstraintError(ShoestringError):
-    """A text cannot be continued as its constraint demands."""
+    """The constraint of a text allows no next token, or cannot be evaluated."""
 
 
 class Constraint:
@@ -43,20 +43,21 @@ class Constraint:
         self._begun: tuple[Any, Future[Tensor]] | None = None
 
     def begin(self, text: Sequence[int], drafted: Sequence[int], width: int) -> None:
-        """Start computing the masks for a coming call of `allowed`, in a thread that runs beside the model's pass."""
+        """Start computing the masks that the next call of `allowed` returns, in a thread parallel to the model's pass."""
         if self._begun is not None:
             self._begun[1].exception()  # wait for earlier masks that were not used
         asked = list(text), list(drafted), width
         self._begun = asked, _THREAD.submit(self._allowed, *asked)
 
     def allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
-        """Which tokens may follow the text, and the text with 1, 2, … of the drafted tokens: booleans (T, `width`).
+        """Compute masks of the allowed tokens, bool (T, `width`): row t is for the token after the text and the first t
+        of the T - 1 drafted tokens.
 
         After a drafted token that ends the text or that is not allowed, all tokens are allowed, because any further
         drafted tokens are discarded.
 
         Args:
-            text: the tokens generated so far; it must begin with the text of the last call.
+            text: the tokens generated so far; it must begin with the `text` of the previous call.
 
         Raises:
             ConstraintError: no token is allowed, or the parser exceeds a limit.
@@ -103,7 +104,7 @@ class Constraint:
 
 
 class Grammar:
-    """A compiled answer format, which makes a separate constraint for each text."""
+    """A compiled answer format; `start` creates a separate constraint for each text."""
 
     def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
         self._matcher, self._ends = matcher, ends
@@ -179,7 +180,7 @@ class Grammars:
 
 
 def grammar_of(answer_format: AnswerFormat) -> str:
-    """The grammar of a format, in llguidance's own form.
+    """Convert a format to a grammar in llguidance's serialized representation.
 
     Raises:
         ValueError: the schema is not an object.

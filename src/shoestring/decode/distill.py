@@ -1,7 +1,7 @@
 """Settings of the distillation of drafters; does not import torch.
 
-They are not in `settings`, because a distillation generates text, and what generates reads `settings`: that would be a
-circle of imports between the two.
+This module is outside of the subpackage `settings` to avoid circular imports: distillation depends on generation, and
+generation depends on `settings`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Distill(Feature):
     teacher: str = ""
     """Model that the drafter drafts for, with the same tokenizer: a run folder, a model folder or `hf:NAME`."""
     reference: str = ""
-    """Drafter that was already distilled on all tokens, with which tokens are selected. The loss then counts only the
+    """Drafter that was already distilled on all tokens, and is used to select tokens: the loss then counts only the
     tokens on which the trained drafter's divergence from the teacher exceeds the reference's by the most. Without a
     reference, every token counts; `shoestring distill` trains the reference first."""
     fraction: float = 0.4
@@ -63,7 +63,8 @@ class Distill(Feature):
 
     @property
     def seams(self) -> tuple[Seam, ...]:  # pyrefly: ignore[bad-override]
-        """The seam STEP is needed only for selecting tokens, because each step updates the threshold."""
+        """The seams at which the feature is attached; STEP only to select tokens, because each step updates the
+        threshold."""
         return (Seam.MODEL, Seam.LOSS, Seam.STEP) if self.reference else (Seam.MODEL, Seam.LOSS)
 
     @property

@@ -1,9 +1,9 @@
 """Chooses the number of tokens to draft from measured acceptance and cost; 0 where plain decoding is faster.
 
-A round that drafts γ tokens yields 1 + Σ_k Π_{i ≤ k} a_i tokens on average, where a_i is the probability that the i-th
-drafted token is accepted, given that all earlier ones were. A round costs one pass over γ + 1 tokens of each row, and
-the drafter's time. `DraftLength` chooses the length that yields the most tokens per second. Verification is exact only
-if the length is chosen before anything is drafted. The choice depends on the measurements alone.
+In a round that drafts γ tokens, a row gains 1 + Σ_k Π_{i ≤ k} a_i tokens on average, where a_i is the probability that
+the i-th drafted token is accepted, given that all earlier ones were. The round takes the time of the drafter and of one
+pass over γ + 1 tokens of each row. `DraftLength` chooses the γ that yields the most tokens per second. Because
+verification is exact only if γ is chosen before anything is drafted, the choice depends on earlier measurements alone.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GAIN = 1.02
 PROBING = 0.01
 """Largest share of the time that is spent on trying drafts again while plain decoding is faster."""
 KEPT = 9
-"""Number of newest measurements of a cost whose median is the estimate."""
+"""Number of newest measurements of a cost that are stored; their median is the estimate of the cost."""
 AGE, NEAR = 50, 1.5
-"""Number of rounds after which a pass without drafts is measured again, if the speed-up of drafts is below `NEAR`."""
+"""While drafts speed up decoding by a factor below `NEAR`, a pass without drafts is measured again every `AGE` rounds."""
 
 
 class Acceptance:
@@ -51,7 +51,7 @@ class Acceptance:
     def expected(self, longest: int) -> list[float]:
         """Expected number of tokens of a round, for each draft length from 0 to `longest`.
 
-        The estimate for the previous position is the prior for the acceptance rate at each position.
+        The prior for the acceptance rate at a position is the estimate for the position before it.
         """
         tokens, together = [1.0], 1.0
         rate = (sum(self.stayed) + WEIGHT * HOPE) / (sum(self.tried) + WEIGHT)
@@ -179,7 +179,7 @@ class DraftLength:
             self.idle[best] += reading + drafting
             self.age = 0
             return
-        if self.idle[best] == 0:  # otherwise the time includes reading tokens that were decoded without drafts
+        if self.idle[best] == 0:  # otherwise, the drafter has also read the tokens that were decoded without drafts
             self.drafting[rows].append(drafting / longest)
         if 1 in cost.seconds:
             table = cost.table(longest + 1)

@@ -31,7 +31,7 @@ NARROW = 2**16
 
 
 def install(attachments: Attachments, settings: Distill, seam: Seam) -> None:
-    """Attach distillation to a job; called at the seams MODEL, LOSS and, where tokens are selected, STEP."""
+    """Attach distillation to a job; called at the seams MODEL and LOSS, and at STEP if tokens are selected."""
     attached = attachments.carry(settings, lambda: Distillation(attachments, settings))
     if seam is Seam.MODEL:
         attached.freeze()
@@ -127,8 +127,8 @@ class Distillation:
         return torch.where(tokens, weights * losses.loss, 0).sum(), weights.sum()
 
     def _targets(self, batch: Batch, *, cached: bool) -> tuple[Tensor | KnownWords, Tensor | None]:
-        """The teacher's distributions, and for each token the reference's divergence from them, which is None without a
-        reference."""
+        """The teacher's distributions, and the reference's divergence from the teacher for each token; the divergence is
+        None without a reference."""
         temperature = self.settings.temperature
         if not cached:
             if self.settings.cache_folder:
@@ -170,7 +170,8 @@ class Distillation:
         """Read the tensors of some samples from the cache to the job's device, or compute and cache the tensors of the
         whole batch.
 
-        If any sample is missing, the whole batch is computed, so that its arithmetic does not depend on the cache.
+        If any sample is missing, the whole batch is computed, so that results do not depend on which samples are
+        cached.
         """
         cache = self._cache(role)
         missing = must_compute(cache, keys, self.attachments)

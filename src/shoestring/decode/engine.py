@@ -20,8 +20,8 @@ from shoestring.decode.waiting import WRITTEN, Waiting
 from shoestring.decode.window import common, window_start
 
 WORTH_COPYING = 16
-"""Number of prompt tokens that copying keys and values from another row must save at least, compared with reusing the
-contents of the free slot."""
+"""Smallest number of additional cached prompt tokens for which the cache of another row is copied into the free slot,
+instead of reusing the slot's own contents."""
 
 
 class Engine:
@@ -72,8 +72,8 @@ class Engine:
         self.counts = Counts()
         self.passes = RowPasses(self.model, self.cache, drafter, self.counts)
         self.seated: list[Row | None] = [None] * slots
-        self.held: list[list[int]] = [[] for _ in range(slots)]  # by slot: still cached tokens of an ended text
-        # By slot: which requests may reuse its keys and values; see `Request.cached_for`.
+        self.held: list[list[int]] = [[] for _ in range(slots)]  # for each free slot: tokens that are still cached
+        # For each slot: `Request.cached_for` of the requests that may reuse its keys and values.
         self.namespaces: list[tuple[str, int | None]] = [("", None)] * slots
         self.waiting = Waiting()
         self._turn = 0  # number of rows that have received a slot so far
@@ -83,7 +83,7 @@ class Engine:
         self.model.model.eval()
 
     def submit(self, request: Request) -> Row:
-        """Queue a request until a slot is free."""
+        """Add a request to the queue for a free slot, and return its row."""
         row = Row(request, [int(token) for token in request.tokens])
         if request.max_new == 0 and not request.reads_only:
             row.ending = "length"
@@ -138,7 +138,7 @@ class Engine:
         return [row for row in self.seated if row is not None]
 
     def _unread(self, row: Row) -> int:
-        """Number of tokens of the text that the cache does not hold; 1 once the prompt is read."""
+        """Number of tokens in the row's context that the cache does not hold; 1 if the row is ready to decode."""
         return len(row.history) - row.begin - self.cache.lengths[row.slot]
 
     def _run(self, rows: list[Row], compute: Pass) -> None:
@@ -210,7 +210,8 @@ class Engine:
 
         def finish() -> None:
             self.counts.passes += 1
-            self.counts.read += sum(not len(row) for row in rows)  # last prompt tokens whose predecessors were cached
+            # A prompt whose other tokens were all cached is not read in chunks: its last token is read here.
+            self.counts.read += sum(not len(row) for row in rows)
             self._extend(rows, drafts, chosen)
             if self.speculator is not None:
                 self.speculator.learn(drafts, chosen.verified)

@@ -75,8 +75,7 @@ class RowPasses:
                 yield row, error
 
     def _try(self, rows: list[Row], compute: Pass) -> Exception | None:
-        """Run a pass over some rows; returns None, or the error that the pass raised, in which case no row has
-        changed."""
+        """Run a pass over some rows, and return the error that it raised, if any; no row has changed after an error."""
         lengths = list(self.cache.lengths)
         restore = None if self.drafter is None else self.drafter.snapshot()
         try:

@@ -62,8 +62,8 @@ class PromptLookup(Drafter):
         return [self._find(row)[0] - 1 for row in rows]
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
-        """Draft the tokens that followed the earlier occurrence; if these reach the end of the text, they are repeated
-        from their start."""
+        """Draft the tokens that followed the earlier occurrence; if the text has fewer of them than requested, they are
+        repeated periodically."""
         drafts = []
         for row, count in zip(rows, counts, strict=True):
             length, place = self._find(row)

@@ -26,7 +26,7 @@ reads, so longer unread texts are read in passes before it."""
 
 @dataclass
 class _Held:
-    """The content of a row of the cache: `history[begin:verified]`, then `drafted`."""
+    """The tokens in a row of the drafter's cache: `history[begin:verified]`, followed by `drafted`."""
 
     history: list[int] = field(default_factory=list)
     begin: int = 0
@@ -46,7 +46,8 @@ class _Held:
 class ModelDrafter(StepwiseDrafter):
     """Drafts with a smaller model that has its own cache, for all rows of a batch at once.
 
-    Rejected tokens are dropped from the cache, and the pass that drafts the first token reads new tokens.
+    Before it drafts, rejected tokens are dropped from its cache; the pass that drafts the first token also reads the
+    tokens that are not in the cache yet.
     """
 
     def __init__(self, model: Adapter, slots: int, speculation: Speculation, room: int | None = None) -> None:
@@ -71,12 +72,13 @@ class ModelDrafter(StepwiseDrafter):
         """Draft for all rows at once, with one pass per token of the longest draft."""
         drafts = super().draft(rows, [min(count, self.margin) for count in counts])
         for row, draft in zip(rows, drafts, strict=True):
-            if draft.tokens:  # the model has drawn the last token, but not read it
+            if draft.tokens:  # the smaller model has not read the last token that it drew
                 self.held[row.slot].drafted = draft.tokens[:-1]
         return drafts
 
     def _unread(self, row: Row) -> list[int]:
-        """Drop rejected tokens from the cache, and read new ones except for the last few, which are returned."""
+        """Drop rejected tokens from the cache, and read all new tokens but the last few; returns the tokens left to
+        read, at most `SHORT`."""
         history, held = row.history, self.held[row.slot]
         begin = row.begin + window_start(len(history) - row.begin + self.margin, self.window)
         valid = min(held.kept(history, begin), len(history) - begin - 1)

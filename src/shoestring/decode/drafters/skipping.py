@@ -1,5 +1,5 @@
-"""A drafter that is the model itself without some of its sublayers, so that it needs neither a second model nor a
-second cache.
+"""Self-speculative drafting: the model itself drafts without some of its sublayers, so that neither a second model nor a
+second cache is needed.
 
 Drafts are written into the model's own cache, after the text. The pass that verifies a draft runs every sublayer at the
 same positions, and so overwrites everything that drafting wrote (Draft & Verify, Zhang et al., 2024). The drafter skips
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 SHARE = 0.4
 """Default fraction of the bytes moved per token that a drafting pass avoids by skipping sublayers."""
 LEAST, MOST = 32, 256
-"""Smallest and largest number of tokens of a text from which the sublayers to skip are chosen."""
+"""Smallest and largest number of a text's tokens that are used to choose the sublayers to skip."""
 
 
 class SkippingDrafter(StepwiseDrafter):
     """Drafts with the verifying model itself, without some of its sublayers, for all rows of a batch at once.
 
     Args:
-        ratios: the sublayers to skip, each with its factor r (see `Ratios`); by default one pass over the newest tokens
-            of the first text that is long enough determines them.
+        ratios: the sublayers to skip, each with its factor r (see `Ratios`). By default, the drafter chooses them by a
+            pass over the newest tokens of a text, as soon as a text is long enough.
         share: fraction of the bytes moved per token that drafting avoids; used only if `ratios` is None.
 
     Raises:
