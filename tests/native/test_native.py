@@ -149,3 +149,14 @@ def test_build_compiles_every_kernel_once(tmp_path):
     count = len(native.names())
     assert [said[0].count("built in"), said[1].count("built before")] == [count, count]
     assert len(list((tmp_path / ".cache/shoestring/native").glob("*.so"))) >= count
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_an_old_processor(tmp_path):
+    """Of the kind that is in hosts of old GPUs: x86 without AVX."""
+    language = native._language(".c")
+    flags = [flag for flag in language.flags if flag != "-march=native"]
+    for source in sorted(native.source_of("race").parent.glob("*.c")):
+        command = [native.compiler_of("race"), *flags, "-c", str(source), "-o", str(tmp_path / "object.o")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert not done.returncode, done.stderr

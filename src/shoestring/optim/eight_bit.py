@@ -11,14 +11,28 @@ the step would be unbounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoestring import native
+from shoestring._torch import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sqrt,
+    foreach_sub_,
+    is_fake,
+)
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.task import Params
@@ -109,6 +123,10 @@ def decode(numbers: Tensor, largest: Tensor, *, signed: bool) -> Tensor:
     return flat.view(numbers.shape)
 
 
+_Pair = tuple[Tensor, Tensor]
+"""A parameter and its gradient."""
+
+
 class EightBitAdamW(Stepping):
     """AdamW (Loshchilov and Hutter, 2019) with 8-bit moments; small parameters keep float32 moments.
 
@@ -126,45 +144,142 @@ class EightBitAdamW(Stepping):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._examined: dict[Tensor, tuple[Tensor, bool]] = {}
 
     def _update(self) -> None:
         for group in self.param_groups:
+            small, native_ones, others = list[_Pair](), list[_Pair](), list[_Pair]()
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter] or self._begin(parameter)
+                if "exp_avg" in state:
+                    small.append((parameter, gradient))
+                elif self._is_native(parameter, gradient, state):
+                    native_ones.append((parameter, gradient))
+                else:
+                    others.append((parameter, gradient))
+            if small:
+                self._step_small(small, group)
+            if native_ones and (kernel := _kernel()) is not None:
+                self._step_native(kernel, native_ones, group)
+            else:
+                others += native_ones
+            for parameter, gradient in others:
+                self._step_alone(parameter, gradient, group)
 
-    def _step(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, parameter: Tensor) -> dict[str, Any]:
+        """Allocate the state of a parameter."""
+        state: dict[str, Any] = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+        if parameter.numel() < SMALL:
+            state["exp_avg"], state["exp_avg_sq"] = zeros, zeros.clone()
+        else:
+            state["first"], state["first_scale"] = encode(zeros, signed=True)
+            state["root"], state["root_scale"] = encode(zeros, signed=False)
+        return state
+
+    def _is_native(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> bool:
+        """Whether the native loop can step a parameter: all is contiguous on the CPU, in the types that the loop reads.
+
+        The state is examined only if it is not that of the step before.
+        """
+        first, fits = self._examined.get(parameter, (None, False))
+        if first is not state["first"]:
+            floats, codes = (parameter, state["first_scale"], state["root_scale"]), (state["first"], state["root"])
+            fits = (
+                all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*floats, *codes))
+                and all(tensor.dtype is torch.float32 for tensor in floats)
+                and all(tensor.dtype is torch.uint8 for tensor in codes)
+            )
+            self._examined[parameter] = state["first"], fits
+        return fits and gradient.dtype is torch.float32 and gradient.is_contiguous() and parameter.is_contiguous()
+
+    def _corrections(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> tuple[list[float], list[float]]:
+        """Count a step of each parameter; return for each the learning rate over 1 - beta1^t, and the square root of
+        1 - beta2^t."""
+        (beta1, beta2), rate = group["betas"], float(group["lr"])
+        steps = [self.state[parameter]["step"] for parameter in parameters]
+        foreach_add_(steps, 1.0)
+        counts = [step.item() for step in steps]
+        of_count = {count: (rate / (1 - beta1**count), (1 - beta2**count) ** 0.5) for count in set(counts)}
+        rates, corrections = zip(*map(of_count.__getitem__, counts), strict=True)
+        return list(rates), list(corrections)
+
+    def _step_small(self, pairs: Sequence[_Pair], group: dict[str, Any]) -> None:
+        """Step parameters with float32 moments, all at once."""
+        parameters = [parameter for parameter, _ in pairs]
+        beta1, beta2 = group["betas"]
+        firsts, seconds = (
+            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq")
+        )
+        gradients = [gradient.to(first.dtype) for (_, gradient), first in zip(pairs, firsts, strict=True)]
+        foreach_lerp_(firsts, gradients, 1 - beta1)
+        foreach_mul_(seconds, beta2)
+        foreach_addcmul_(seconds, gradients, gradients, 1 - beta2)
+        rates, corrections = self._corrections(parameters, group)
+        roots = foreach_sqrt(seconds)
+        foreach_div_(roots, corrections)
+        foreach_add_(roots, group["eps"])
+        foreach_mul_(parameters, 1 - float(group["lr"]) * group["weight_decay"])
+        updates = foreach_div(firsts, roots)
+        foreach_mul_(updates, rates)
+        foreach_sub_(parameters, [update.to(own.dtype) for update, own in zip(updates, parameters, strict=True)])
+
+    def _step_native(self, kernel: Any, pairs: Sequence[_Pair], group: dict[str, Any]) -> None:
+        """Step parameters by the loop of `native/eight_bit.c`."""
+        parameters = [parameter for parameter, _ in pairs]
+        rates, corrections = self._corrections(parameters, group)
+        if is_fake(parameters[0]):  # memory is being predicted, and the loop allocates none
+            return
+        sizes = [parameter.numel() for parameter in parameters]
+        before = [0, *accumulate(-(-size // BLOCK) for size in sizes)]
+        states, count = [self.state[parameter] for parameter in parameters], len(parameters)
+        lists = [parameters, [gradient for _, gradient in pairs]]
+        lists += [[state[name] for state in states] for name in ("first", "first_scale", "root", "root_scale")]
+        keeps, (beta1, beta2) = 1 - float(group["lr"]) * group["weight_decay"], group["betas"]
+        floats, pointers, longs = ctypes.c_float * count, ctypes.c_void_p * count, ctypes.c_int64 * (count + 1)
+        kernel(
+            count,
+            longs(*sizes),
+            longs(*before),
+            *(pointers(*[tensor.data_ptr() for tensor in tensors]) for tensors in lists),
+            floats(*rates),
+            floats(*[1 / correction for correction in corrections]),
+            floats(*[keeps] * count),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            group["eps"],
+            torch.get_num_threads(),
+        )
+
+    def _step_alone(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter with 8-bit moments by torch's operators."""
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        first, second = self._averages(parameter, state)
+        first = decode(state["first"], state["first_scale"], signed=True)
+        second = decode(state["root"], state["root_scale"], signed=False).square_()
         gradient = grad.to(first.dtype)
-        state["step"] += 1
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if "first" in state:  # float32 moments, in contrast, were updated in place
-            for name, moment, signed in (("first", first, True), ("root", second.sqrt(), False)):
-                codes, scales = encode(moment, signed=signed)
-                state[name].copy_(codes)
-                state[f"{name}_scale"].copy_(scales)
-        count = float(state["step"])
-        root = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.addcdiv_(first.to(parameter.dtype), root.to(parameter.dtype), value=-group["lr"] / (1 - beta1**count))
+        root = second.sqrt_()
+        for name, moment, signed in (("first", first, True), ("root", root, False)):
+            codes, scales = encode(moment, signed=signed)
+            state[name].copy_(codes)
+            state[f"{name}_scale"].copy_(scales)
+        (rate,), (correction,) = self._corrections([parameter], group)
+        root.div_(correction).add_(group["eps"])
+        parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        parameter.addcdiv_(first.to(parameter.dtype), root.to(parameter.dtype), value=-rate)
 
-    def _averages(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return both moments in float32: decoded copies for large parameters, the state itself for small
-        parameters."""
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-            if parameter.numel() < SMALL:
-                state["exp_avg"], state["exp_avg_sq"] = zeros, zeros.clone()
-            else:
-                state["first"], state["first_scale"] = encode(zeros, signed=True)
-                state["root"], state["root_scale"] = encode(zeros, signed=False)
-        if "exp_avg" in state:
-            return state["exp_avg"], state["exp_avg_sq"]
-        root = decode(state["root"], state["root_scale"], signed=False)
-        return decode(state["first"], state["first_scale"], signed=True), root.square_()
+
+@cache
+def _kernel() -> Any:
+    number, pointer = ctypes.c_float, ctypes.c_void_p
+    types = [ctypes.c_int64, *[pointer] * 11, number, number, number, number, ctypes.c_int]
+    otherwise = "steps of AdamW with 8-bit moments are torch's operators, which are slower than a native loop"
+    return native.function("eight_bit_steps", types, otherwise, file="eight_bit")
 
 
 def build(attachments: Attachments, settings: AdamW) -> Callable[[Params], Optimizer]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -26,6 +27,24 @@ class Stepping(Optimizer, ABC):
                 loss = closure()
         self._update()
         return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of torch's form; tensors of the state have the data types that were saved.
+
+        torch gives them the data type of their parameter. Codes of 8 bits would take 32 bits, and moments in float32
+        of parameters in bfloat16 would be rounded.
+        """
+        super().load_state_dict(state_dict)
+        saved, own = (
+            [parameter for group in groups for parameter in group["params"]]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for index, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                loaded = self.state[parameter].get(name)
+                if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                    self.state[parameter][name] = value.detach().to(loaded.device, copy=True)
 
     @abstractmethod
     def _update(self) -> None:
