@@ -223,7 +223,7 @@ def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reorders_messages(model: nn.Module) -> bool:
-    """Whether part of a model is compiled, and torch's compiler puts messages into an order of its own."""
+    """Whether a part of the model is compiled and torch's compiler may reorder the model's messages."""
     compiled = [
         module
         for module in model.modules()
@@ -262,8 +262,8 @@ def compile_joint(
             if work(module) is not module:
                 raise ValueError("under inductor a pass on the joint graph must change it in place")
 
-        # Inductor takes operators apart while it traces. Here it does so after `work`, which sees the same operators
-        # under every backend.
+        # By default, inductor decomposes operators while it traces. Here the decomposition comes after `work`, so that
+        # `work` sees the same operators under every backend.
         def compile_decomposed(part: fx.GraphModule, part_inputs: Sequence[Any], **options: Any) -> Any:
             mode, decompose = detect_fake_mode(part_inputs), make_fx(part, decomposition_table=select_decomp_table())
             with patch.object(mode, "allow_non_fake_inputs", True):  # some decompositions make constants
@@ -288,7 +288,7 @@ def run_joint(
     inputs: Sequence[Any],
     prepare: Callable[[fx.GraphModule], Callable[[slice, dict[str, Any]], list[Any]]],
 ) -> Callable[..., Any]:
-    """Make a function that computes a graph by a program of the caller, which reads its joint graph.
+    """Make a function that computes a graph and its gradients by a program that `prepare` builds from the joint graph.
 
     The backward pass gets the graph's inputs, and nothing else of the forward pass.
 
@@ -304,7 +304,7 @@ def run_joint(
     forward_outputs = list[int]()
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        if not joint_inputs:  # a graph within the graph, which stays as it is
+        if not joint_inputs:  # a graph nested in the graph, which stays unchanged
             return min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         programs.append(prepare(joint))
         forward_outputs.append(num_fwd_outputs)
@@ -365,7 +365,7 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def called_by(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Context in which a call of the module calls `call`, a compiled form of it."""
+    """Context in which a call of the module runs `call`, a compiled form of the module."""
     before = module._compiled_call_impl
     module._compiled_call_impl = call
     try:
@@ -375,7 +375,7 @@ def called_by(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """A size of a tensor without data; where the size may vary, the one of the example it was traced with."""
+    """Convert a size to an int; a symbolic size gets its value in the example inputs of the trace, or 0 if unknown."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -413,7 +413,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 def without_data() -> AbstractContextManager[Any]:
     """Context like `fake_tensors`, in which reading a number out of a tensor is an error.
 
-    With the number 1 in its place, a step could be traced that is another one.
+    In `fake_tensors` the number would be 1, so the traced step could differ from the real step.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -148,8 +148,8 @@ def _flags_of(verb: type) -> Iterator[str]:
 
 
 def _show_keys(arguments: list[str]) -> None:
-    """Print the keys of the run file or recipe that the arguments name, and of the tables that overrides among them
-    turn on; if they name none, print how to list keys."""
+    """Print the keys of the run file or recipe that the arguments name, and of the tables that their overrides turn on;
+    if the arguments name no run file or recipe, print how to list keys."""
     from shoestring import recipes
     from shoestring.commands.printing import say_lines
     from shoestring.verbs.keys import keys_of_run
@@ -162,8 +162,8 @@ def _show_keys(arguments: list[str]) -> None:
 
 
 def _dotted_overrides(arguments: list[str]) -> Iterator[str]:
-    """Yield the overrides of keys in tables among the arguments, each with its value; only such overrides have dots. A
-    key without a value, as in a request for its help, is replaced by its table."""
+    """Yield the arguments that override keys of tables, each with its value; only such arguments have dots. A key
+    without a value, as in a request for help on the key, is replaced by its table."""
     for flag, following in pairwise([*arguments, "--"]):
         name, equals, _ = flag.partition("=")
         if not name.startswith("--") or "." not in name:
@@ -209,7 +209,7 @@ def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _rename(name: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """Replace former names of a verb and its flags by the present ones; prints a line for each."""
+    """Replace former names of a verb and its flags by their present names; print a line for each replaced name."""
     if name in RENAMED:
         say(f"`shoestring {name}` is now `shoestring {RENAMED[name]}`", sys.stderr)
         name = RENAMED[name]

@@ -43,7 +43,7 @@ class Confined:
     """Worker processes, each of which handles one job at a time. Thread-safe.
 
     Worker processes start when they get their first job. They end when `close` is called. If this process ends without
-    calling it, they end by the time limit of their job at the latest.
+    calling `close`, a worker process ends at the latest when its job exceeds the time limit.
 
     Args:
         builder: function that returns the handler of jobs; a new process calls it with `setup`. Its module must not

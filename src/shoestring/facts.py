@@ -1,4 +1,4 @@
-"""Collects settings that must be equal on all ranks, and describes where ranks differ."""
+"""Collects facts, such as settings, that must be equal on all ranks, and describes where ranks differ."""
 
 from __future__ import annotations
 

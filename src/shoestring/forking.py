@@ -1,8 +1,8 @@
 """A fork server: a process that has imported modules, and starts other processes in hundredths of a second by forking.
 
-Without it, each process would spend three CPU seconds on importing torch. `python -m shoestring.forking FD MODULES`
-runs the server. The server has only one thread, so forking is safe. Each request contains the environment, `sys.path`
-and output of the new process, because the process must not inherit these from the server.
+Without a fork server, each process would spend three CPU seconds on importing torch. `python -m shoestring.forking FD
+MODULES` runs the server. The server has only one thread, so forking is safe. Each request contains the environment,
+`sys.path` and output of the new process, because the process must not inherit these from the server.
 """
 
 from __future__ import annotations

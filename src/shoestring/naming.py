@@ -287,10 +287,11 @@ def _package(name: str) -> str:
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported. A mere folder of that name, such as the `wandb` that runs leave, is none."""
+    """Whether a package can be imported. A folder of that name without modules, such as the folder `wandb` that runs
+    leave, is not a package."""
     try:
         spec = find_spec(package)
-    except ValueError:  # it is loaded but has no import specification
+    except ValueError:  # the package is loaded but has no import specification
         return True
     return spec is not None and spec.origin is not None
 

@@ -69,9 +69,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "warmup_ratio": ("optim.schedule.warmup",),
     "warmup_steps": ("optim.schedule.warmup",),
 }
-"""Maps names of transformers' Trainer, TRL, PEFT and axolotl to the keys here; keys of [run] have no table."""
+"""Maps names in transformers' Trainer, TRL, PEFT and axolotl to keys of run files; keys of [run] have no table."""
 
 
 def flags(name: str) -> str:
-    """The flags, for a hint, that set what other tools call `name`; empty if the name is not known."""
+    """Format, for a hint, the flags of the setting that other tools call `name`; empty if the name is not known."""
     return " and ".join(f"`--{key}`" for key in NAMES.get(name.replace("-", "_").lower(), ()))

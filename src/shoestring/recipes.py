@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
 
 
 def find() -> dict[str, Recipe]:
-    """Map names to installed recipes; a recipe of shoestring takes precedence over another recipe of its name."""
+    """Map names to installed recipes; shoestring's recipes have precedence over packages' recipes of the same name."""
     named = [(entry.name, entry.value.partition(":")[0]) for entry in entry_points(group=GROUP)]
     others = {name: Recipe(path, package) for name, package in named for path in _run_files(package)}
     files = [path for folder in _folders(OURS) for path in folder.glob("*/run.toml")]

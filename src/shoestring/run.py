@@ -247,8 +247,8 @@ def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) ->
     """Read a run file or a recipe in order to run it, with overrides from the command line.
 
     Running a run file declares that the user trusts the code that it names; so does running a project, which is a
-    folder with a run file that no run has written. The user must have declared trust in a run folder before. The user's
-    own runs declare it for the folders that they write; for other folders the user declares it.
+    folder with a run file that no run has written. A run folder must have been declared trusted before: the user's own
+    runs do so for the folders that they write; for other folders, the user has to do so.
 
     Args:
         source: path of a run file, project or run folder, or name of a recipe.
@@ -387,8 +387,8 @@ def override(document: dict[str, Any], flags: Sequence[str], source: str = "the 
         if "." not in name and name not in (run_keys := [field.name for field in fields(Settings)]):
             name = renames.new_name(f"run.{name}").removeprefix("run.")
             if name not in run_keys:
-                # Suggest keys of this name in other tables. Tables that the document turns on come first, and those
-                # that are the default of an area that it does not name.
+                # Suggest keys of this name in other tables. Tables that the document turns on come first, as do the
+                # default tables of areas that the document does not name.
                 on = {f"{area}.{technique}" for area, technique in DEFAULTS.items() if area not in document}
                 on |= {
                     f"{area}.{key}"

@@ -1,9 +1,9 @@
-"""A forked process that may compute, read files and start threads, and nothing else, within limits: for code that could
-crash, hang, take all memory, or harm other processes.
+"""Runs code in a sandbox: a forked process, within limits, that may only compute, read files and start threads.
 
-The process is a copy of this one, so it knows all that was imported and defined here, and needs to import nothing by
-name. The kernel refuses every system call that is not in a list (seccomp, which needs no rights): the process cannot
-write to a file, connect, signal another process or start a program. What it answers are bytes.
+The sandbox is for code that could crash, hang, take all memory, or harm other processes. The process is a copy of this
+one, so all modules and functions of this process exist in it, and nothing has to be imported by name. The kernel
+refuses every system call that is not in a list (seccomp, which needs no privileges): the process cannot write to a
+file, connect, signal another process or start a program. The process answers with bytes.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from shoestring.lifetime import end_with
 
 @dataclass(frozen=True)
 class SandboxBounds:
-    """What the process may use."""
+    """Limits of a sandboxed process."""
 
     memory: int = 1 << 30
-    """Bytes that it may allocate in addition to those that it has at its start."""
+    """Bytes that the process may allocate in addition to those that it has at its start."""
     processor: int = 10
     """Processor time in seconds."""
     seconds: float = 30.0
-    """Time in seconds after which it is killed."""
+    """Time in seconds after which the process is killed."""
 
 
 USUAL = SandboxBounds()
 REPLY = 1 << 20
 """Maximum size of the answer in bytes."""
 _FILES = 64  # open files
-_exit = os._exit  # as it is before `work` may replace it
-_STARTS, _SLOW_START = 3, 10.0  # a lock that another thread held at the fork keeps the process from starting
-_SLOW_END = 1000  # milliseconds from the end of its connection to the end of a process
+_exit = os._exit  # saved, because `work` may replace os._exit
+_STARTS, _SLOW_START = 3, 10.0  # attempts, seconds; a lock held by another thread at the fork can block the start
+_SLOW_END = 1000  # milliseconds within which a process must end after it has closed its pipe
 _READY, _DONE, _FAILED = b"r", b"d", b"f"
 
 
 def run_in_sandbox(prepare: Callable[[], object], work: Callable[[], bytes], bounds: SandboxBounds = USUAL) -> bytes:
-    """Call `work` in a process of its own, and return its result.
+    """Call `work` in a sandboxed process, and return the result.
 
     Args:
-        prepare: called there first, without limits, for what must not count as work.
+        prepare: called in the process before `work`, without limits, for preparations that should not count as work.
 
     Raises:
         LimitError: `work` raised an error, exceeded a limit, or ended the process; or the process could not be
@@ -77,11 +77,11 @@ def run_in_sandbox(prepare: Callable[[], object], work: Callable[[], bytes], bou
 
 
 def _answer_of_process(prepare: Callable[[], object], work: Callable[[], bytes], bounds: SandboxBounds) -> bytes | None:
-    """What a new process answers, or an answer of our own if it does not; None if it does not start."""
-    parent, secret = os.getpid(), os.urandom(16)  # what `work` writes to all files does not begin with it
+    """Return the answer of a forked process, or one made here if it gives none; None if it does not start."""
+    parent, secret = os.getpid(), os.urandom(16)  # answers begin with `secret`, unlike bytes that `work` writes
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, if other threads run
+        warnings.simplefilter("ignore", DeprecationWarning)  # `fork` warns since Python 3.12 if other threads run
         pid = os.fork()
     if not pid:
         try:
@@ -102,7 +102,7 @@ def _answer_of_process(prepare: Callable[[], object], work: Callable[[], bytes],
     finally:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(end, signal.SIGKILL)
-        with suppress(ChildProcessError):  # a handler of SIGCHLD has waited for it
+        with suppress(ChildProcessError):  # a handler of SIGCHLD has already waited for the process
             status = os.waitpid(pid, 0)[1]
         os.close(end)
         os.close(reader)
@@ -120,10 +120,10 @@ def printable(text: str, longest: int = 120) -> str:
 
 
 def _receive(reader: int, count: int, seconds: float) -> bytes:
-    """Up to `count` bytes, fewer if the other end was closed.
+    """Read `count` bytes from a pipe, or fewer if its other end was closed.
 
     Raises:
-        TimeoutError: they did not arrive in time.
+        TimeoutError: the bytes did not arrive within `seconds` seconds.
     """
     until, data, ready = time.monotonic() + seconds, b"", select.poll()
     ready.register(reader, select.POLLIN)
@@ -138,7 +138,7 @@ def _receive(reader: int, count: int, seconds: float) -> bytes:
 
 
 def _end_of(status: int, bounds: SandboxBounds) -> str:
-    """Why a process did not answer, by its exit status."""
+    """Say why a process did not answer, according to its exit status."""
     if status == -signal.SIGXCPU:
         return f"it took more than {bounds.processor:g} s of processor time"
     if status < 0:
@@ -157,8 +157,8 @@ def _serve(
     work: Callable[[], bytes],
     bounds: SandboxBounds,
 ) -> NoReturn:
-    """Give up all that the process shares with others, call `work`, and answer."""
-    gc.disable()  # what was garbage before the fork is not this process's to finish
+    """Give up everything that the new process shares with other processes, call `work`, and write the answer."""
+    gc.disable()  # garbage from before the fork belongs to the parent, which finalizes it
     faulthandler.disable()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
@@ -183,7 +183,7 @@ def _serve(
     _lower(resource.RLIMIT_NOFILE, _FILES)
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_CPU, bounds.processor, bounds.processor + 1)  # SIGXCPU first, then SIGKILL
+    _lower(resource.RLIMIT_CPU, bounds.processor, bounds.processor + 1)  # soft limit: SIGXCPU, hard limit: SIGKILL
     try:
         _refuse_system_calls(libc)
         answer = _DONE + work()
@@ -191,7 +191,7 @@ def _serve(
         answer = _FAILED + str(error).encode()
     except MemoryError:
         answer = _FAILED + f"it took more than {figures.memory(bounds.memory)} of memory".encode()
-    except BaseException as error:  # SystemExit as well
+    except BaseException as error:  # including SystemExit
         answer = _FAILED + described(error).encode(errors="replace")
     answer = secret + answer
     while answer:
@@ -200,7 +200,7 @@ def _serve(
 
 
 def _lower(limit: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit of this process, which no process may raise again without rights."""
+    """Lower a limit of this process; a process without privileges cannot raise it again."""
     most = resource.getrlimit(limit)[1]
     wanted = (soft, soft if hard is None else hard)
     resource.setrlimit(
@@ -209,7 +209,7 @@ def _lower(limit: int, soft: int, hard: int | None = None) -> None:
 
 
 def described(error: BaseException) -> str:
-    """An error of code that nobody trusts, in words; its own text may raise another error."""
+    """Describe an error that untrusted code raised; converting the error to text may raise another error."""
     try:
         text = str(error)[:200]
     except Exception:
@@ -218,7 +218,7 @@ def described(error: BaseException) -> str:
 
 
 def _shared_memory() -> Iterator[tuple[int, int]]:
-    """Begin and size of the memory that is shared with other processes and may be written to."""
+    """Yield the address and size of each memory mapping that is shared with other processes and writable."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, permissions = line.split()[:2]
         if permissions.startswith("rw") and permissions.endswith("s"):
@@ -227,14 +227,14 @@ def _shared_memory() -> Iterator[tuple[int, int]]:
 
 
 class _UnconfinedError(Exception):
-    """The process can do more than it should."""
+    """The kernel cannot restrict the system calls of the process."""
 
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _ZEROS = (ctypes.c_ulong(0),) * 3
 _PROT_READ = 1
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Processor -> column of the numbers below, and its number in linux/audit.h."""
+"""Maps a processor type to its column in `_ALLOWED` and `_filter`, and to its number in linux/audit.h."""
 _NONE = 1 << 30  # no system call has this number
 _ALLOWED: dict[str, tuple[int, int]] = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222),
@@ -253,18 +253,18 @@ _ALLOWED: dict[str, tuple[int, int]] = {
     "stat": (4, _NONE), "lstat": (6, _NONE), "poll": (7, _NONE), "access": (21, _NONE), "readlink": (89, _NONE),
     "time": (201, _NONE),
 }  # fmt: skip
-"""System calls that are allowed with any arguments -> their numbers on the two kinds of processors."""
+"""Maps system calls that are allowed with any arguments to their numbers on x86-64 and on 64-bit Arm."""
 _LOAD, _EQUALS, _GREATER, _HAS_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # instructions of linux/bpf_common.h
-_ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050001, 0x00050026  # the latter two are EPERM and ENOSYS
+_ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050001, 0x00050026  # `_REFUSE` is EPERM, `_UNKNOWN` ENOSYS
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-_DUPLICATE = 1030  # F_DUPFD_CLOEXEC; commands up to 3 look at flags of a file, later ones name who gets its signals
+_DUPLICATE = 1030  # F_DUPFD_CLOEXEC; commands up to 3 copy a descriptor or access flags, later ones direct signals
 _CLONE_THREAD = 0x10000
 Instruction = tuple[int, int, int, int]
-"""Operation, instructions to leave out if it is true and if it is false, and its number."""
+"""An instruction: operation, number of instructions to skip if true, the same if false, and operand."""
 
 
 def _filter() -> list[Instruction]:
-    """The program that the kernel runs at each system call: it returns whether the call is allowed."""
+    """Build the program that the kernel runs at each system call to decide whether the call is allowed."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _MACHINES:
         raise _UnconfinedError(f"a process cannot be confined on {sys.platform} {machine}")
@@ -281,7 +281,7 @@ def _filter() -> list[Instruction]:
         (257, 56): [argument(2), (_HAS_BIT, 0, 1, writing), refuse, allow],  # openat
         (72, 25): [argument(1), (_EQUALS, 1, 0, _DUPLICATE), (_GREATER, 1, 0, 3), allow, refuse],  # fcntl
         (56, 220): [argument(0), (_HAS_BIT, 0, 1, _CLONE_THREAD), allow, refuse],  # clone
-        (435, 435): [unknown],  # clone3, in place of which the C library calls clone
+        (435, 435): [unknown],  # clone3; the C library then calls clone instead
         (62, 129): own,  # kill
         (234, 131): own,  # tgkill
         # prlimit64, without new limits
@@ -301,10 +301,10 @@ class _FilterProgram(ctypes.Structure):
 
 
 def _refuse_system_calls(libc: ctypes.CDLL) -> None:
-    """Let the kernel refuse all system calls from here on that are not allowed.
+    """Make the kernel refuse, from now on, all system calls that are not allowed.
 
     Raises:
-        _UnconfinedError: it cannot.
+        _UnconfinedError: the kernel, system or processor does not support this.
     """
     instructions = _filter()
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)

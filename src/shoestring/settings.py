@@ -51,7 +51,7 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
     hints = get_type_hints(settings)
     values = {key: _value(value, hints[key], f"{where}.{key}", source) for key, value in table.items()}
     for key, value in values.items():
-        # Infinity is allowed for a bound whose neutral value, which means "no bound", is infinity.
+        # Infinity is allowed for a bound if its neutral value, which means "no bound", is infinity.
         endless = getattr(getattr(settings, "neutral", None), key, None) == value
         if isinstance(value, float) and not math.isfinite(value) and not endless:
             raise ConfigError(f"{source}: `{where}.{key}` must be a finite number, got {value}")

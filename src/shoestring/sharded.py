@@ -1,4 +1,4 @@
-"""Sharded tensors, told apart without importing torch's DTensor, which takes half as long as importing torch."""
+"""Recognises and makes sharded tensors (DTensor); imports DTensor only to make one, as the import takes long."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def is_sharded(value: object) -> TypeIs[DTensor]:
-    """Whether a value is a DTensor: there is none before torch's module of them has been imported, which another thread
-    may be doing now."""
+    """Whether a value is a DTensor; False before `torch.distributed.tensor` has been imported completely (another
+    thread may be importing it now), because no DTensor exists before. Importing the module here would take half as long
+    as importing torch."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
@@ -29,10 +30,11 @@ def local_part(tensor: Tensor) -> Tensor:
 def placed_like(
     part: Tensor, whole: DTensor, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
 ) -> DTensor:
-    """Wrap this rank's shard of a tensor that is placed as `whole` is; no communication.
+    """Wrap this rank's shard as a DTensor with the mesh and placements of `whole`; no communication.
 
     Args:
-        shape: shape of the tensor, if not that of `whole`; `stride` belongs to it.
+        shape: shape of the whole tensor; defaults to the shape of `whole`.
+        stride: stride of the whole tensor; must be passed together with `shape`.
     """
     from torch.distributed.tensor import DTensor
 
@@ -42,14 +44,14 @@ def placed_like(
 
 
 def part_like(whole: Tensor, placed: DTensor) -> DTensor:
-    """Place a tensor that every rank holds whole as `placed` is; no communication."""
+    """Wrap a tensor that every rank holds whole as a DTensor placed like `placed`; no communication."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, placed.device_mesh, placed.placements, src_data_rank=None)
 
 
 def shard_dims(tensor: DTensor) -> dict[int, int]:
-    """Map each mesh axis over which a tensor is sharded to the dimension that it divides."""
+    """Map each mesh axis over which a tensor is sharded to the tensor dimension that the axis divides."""
     from torch.distributed.tensor import Shard
 
     return {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}

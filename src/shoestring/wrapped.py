@@ -21,9 +21,10 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def last_only(model: nn.Module) -> Callable[[bool], AbstractContextManager[Any]]:
-    """Return a function that takes whether a micro-batch is the last of its step, and returns a context for its passes.
+    """Return a function that makes the context of a micro-batch's passes, given whether it is the last of its step.
 
-    In these contexts, DDP averages gradients over ranks in the last micro-batch only; earlier ones accumulate locally.
+    In these contexts, DDP averages gradients over ranks only in the last micro-batch; until then, gradients accumulate
+    locally.
     """
     assert isinstance(model, DistributedDataParallel)
     return lambda last: nullcontext() if last else model.no_sync()

@@ -1,7 +1,7 @@
 """Arguments of the verbs, and the printing of their results; importing these modules does not import torch.
 
-A verb's class stands in the module of what it works on: `runs` (runs, recipes, keys, the cluster), `models` (trained
-models), `data` (training data), `checkpoint` (checkpoints of a run), `recordings` (profiles and recordings of memory),
-`tune` (studies), `lab` (virtual hosts). `table` lists all verbs, `shared` has arguments of several modules, `printing`
-prints results as text or JSON, and `terminal` is the dialogue of `chat`.
+The class of a verb is in the module of the things that the verb works on: `runs` (runs, recipes, keys, the cluster),
+`models` (trained models), `data` (training data), `checkpoint` (checkpoints of a run), `recordings` (profiles and
+recordings of memory), `tune` (studies), `lab` (virtual hosts). `table` lists all verbs, `shared` has arguments of
+several modules, `printing` prints results as text or JSON, and `terminal` is the dialogue of `chat`.
 """

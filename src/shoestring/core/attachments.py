@@ -41,7 +41,7 @@ from shoestring.wrapped import is_wrapped, last_only, unwrap
 T = TypeVar("T")
 
 STEPPED = "what the optimizer steps"
-"""Resource of SHARD with one owner: the tensors that the optimizer steps in place of the parameters."""
+"""Key in `Attachments.owners` for the feature that chooses the tensors that the optimizer steps."""
 
 
 class Attachments:
@@ -64,11 +64,11 @@ class Attachments:
         world: World,
         trace: Trace,
     ) -> None:
-        self.model = model  # the module that a forward pass calls; an owner of SHARD may replace it by a wrapper
+        self.model = model  # the module that a forward pass calls; a feature at SHARD may wrap it
         self.module = unwrap(model)  # the user's module without any wrapper
         self.forward, self.loss = forward, loss
         self.task_loss = loss  # the loss of evaluations: the user's loss, unless a feature changes the training task
-        self.build_optimizer = optimizer  # factory, which the owner of OPTIM replaces; called after SHARD
+        self.build_optimizer = optimizer  # builds the optimizer, after SHARD; a feature at OPTIM may replace it
         self.optimizer: Optimizer  # the optimizer, once `build_optimizer` has been called
         self.progress, self.world, self.trace = progress, world, trace
         self.example: Callable[[], Batch] | None = None  # makes a batch with the sizes of a rank's micro-batches
@@ -84,9 +84,9 @@ class Attachments:
         self.phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self.graph = GraphPasses()
         self.owners: dict[str, str] = {}  # resource with one owner -> name of the feature that owns it
-        self.attaching: tuple[str, Seam | None] = ("the program", None)  # the feature being applied, and the seam
+        self.attaching: tuple[str, Seam | None] = ("the program", None)  # name of the feature being applied; its seam
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=False)
-        self.restore: Callable[[str], int | None] | None = None  # function: "auto" or a path -> the step resumed from
+        self.restore: Callable[[str], int | None] | None = None  # see `restore_with`
         self.refuse: Callable[[NonFiniteError], None] = _raise
         self.run_micro_batches: Callable[[MicroBatches], None] | None = None
         self.stop_requested = False  # whether this rank votes to stop; the votes are summed over ranks with the loss
@@ -103,7 +103,7 @@ class Attachments:
         self.elsewhere: set[str] = set()  # names of parameters that other ranks hold and this rank does not need
         self.holders: dict[str, tuple[int, ...]] = {}  # parameter -> the ranks that hold it, if not all ranks do
         self.orders: dict[str, ShardOrder] = {}  # parameter -> order of its DTensor, if the two differ
-        self.run_over: tuple[str, ...] = ()  # mesh axes of the owner that runs the micro-batches
+        self.run_over: tuple[str, ...] = ()  # mesh axes of the feature that set `run_micro_batches`
         self.parted: tuple[str, ...] = ()  # mesh axes along which ranks train different parameters (pipeline stages)
         self._trained: Mapping[str, Tensor] | None = None
         self._refresh: Callable[[], None] | None = None
@@ -208,11 +208,11 @@ class Attachments:
         self._around_forward.append(context)
 
     def read_beside(self, wait: Callable[[], None]) -> None:
-        """Register a function that waits until nothing reads weights beside training, as copies of checkpoints do."""
+        """Register a function that waits until a feature stops reading weights during training, as checkpoints do."""
         self._readers.append(wait)
 
     def wait_for_readers(self) -> None:
-        """Wait until nothing reads weights; call this before weights change outside of the optimizer's step."""
+        """Wait until no feature reads weights; call this before changing weights outside of the optimizer's step."""
         for wait in self._readers:
             wait()
 
@@ -264,16 +264,17 @@ class Attachments:
     ) -> None:
         """Set how the model is distributed over mesh axes, and which tensors the optimizer steps.
 
-        Features call this at SHARD. Each mesh axis has one owner; `trained` and `run` each have one owner for all axes.
+        Features call this at SHARD. One feature owns each mesh axis; one feature may set `trained`, and one may set
+        `run`.
 
-        The owner guarantees three things. After the backward pass of the last micro-batch, the `.grad` of each trained
-        tensor is the mean over the ranks along `over`, for the shard that this rank holds. A trained tensor, with its
-        gradient and its optimizer state, is a DTensor if and only if ranks hold different shards of it. The forward
-        pass after an optimizer step uses the values that the step wrote.
+        The feature that calls this guarantees three things. After the backward pass of the last micro-batch, the
+        `.grad` of each trained tensor is the mean over the ranks along `over`, for the shard that this rank holds. A
+        trained tensor, with its gradient and its optimizer state, is a DTensor if and only if ranks hold different
+        shards of it. The forward pass after an optimizer step uses the values that the step wrote.
 
         Args:
             model: module to call instead of the model, such as a DDP wrapper around it.
-            over: mesh axes over which the owner averages gradients.
+            over: mesh axes over which the feature averages gradients.
             sync: function (is this the last micro-batch?) -> context around a micro-batch, so that gradients are
                 exchanged only in the last one.
             trained: name of a parameter -> tensor that the optimizer steps instead of the parameter (a shard, an fp32
@@ -282,13 +283,13 @@ class Attachments:
             refresh: copies `trained` into the parameters; called after a checkpoint was loaded.
             run: runs the micro-batches of each step instead of `step.run_in_order`, in any order (a pipeline), and
                 must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
-                output of a micro-batch, and `backward` on the tensor that `loss` returns. (If a graph of the owner
-                computes losses too, the rank calls `add`, and the backward pass begins with `gradient_of`.) Forward
-                passes and losses run within `computing`. The backward pass of a micro-batch runs within `sync(last)`,
-                where `last` says whether the micro-batch is this rank's last one in the step; forward passes run
-                outside `sync`. All communication is complete when `run` returns, because the step then sums losses over
-                the ranks and corrects all gradients by the true divisor. Evaluations call `run` as well, with
-                `training` False and gradients off; in an evaluation `run` does no backward pass.
+                output of a micro-batch, and `backward` on the tensor that `loss` returns. (If `run` computes losses in
+                a graph of its own, that rank calls `add` instead of `loss`, and the backward pass starts with
+                `gradient_of`.) Forward passes and losses run within `computing`. The backward pass of a micro-batch
+                runs within `sync(last)`, where `last` says whether the micro-batch is this rank's last one in the step;
+                forward passes run outside `sync`. All communication is complete when `run` returns, because the step
+                then sums losses over the ranks and corrects all gradients by the true divisor. Evaluations call `run`
+                as well, with `training` False and gradients off; in an evaluation `run` does no backward pass.
             elsewhere: names of parameters, trained or not, that other ranks hold and this rank does not need. If this
                 rank has tensors under these names, their values are not the model's.
             orders: name of a parameter in `trained` -> the order of its DTensor, if the DTensor stores the elements in
@@ -345,7 +346,7 @@ class Attachments:
             raise ConflictError(message, hint=f"remove the table [{owner}], or use parallel.FSDP() in its place")
 
     def check_gradients(self) -> None:
-        """Raise ConfigError if none of the tensors that an owner of SHARD gave to the optimizer has a gradient."""
+        """Raise ConfigError if the tensors that a feature passed as `shard(trained=…)` all have no gradient."""
         if self._trained is not None and not self.gradients:
             owner = self.owners[STEPPED]
             message = f"after the backward pass, no tensor that `{owner}` gives to the optimizer has a gradient"
@@ -384,7 +385,7 @@ class Attachments:
     def refuse_with(self, refuse: Callable[[NonFiniteError], None]) -> None:
         """Call `refuse` with the error when a loss is not finite, instead of raising the error.
 
-        Ranks that train separate replicas need this, because a loss that is NaN on one of them must end all of them.
+        Ranks that train separate replicas need this, because a NaN loss on one rank must end the run on all ranks.
         """
         self.own("the answer to a loss that is not finite", Seam.STEP)
         self.refuse = refuse
@@ -398,7 +399,7 @@ class Attachments:
 
     @property
     def divided(self) -> Divided:
-        """Which state the owner of SHARD divides among ranks; see `Feature.divided`."""
+        """Which tensors are sharded over ranks; see `Feature.divided`."""
         return next((feature.divided for feature in self.features if feature.divided), "")
 
     @property

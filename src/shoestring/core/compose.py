@@ -89,7 +89,7 @@ def check_features(features: Sequence[object]) -> None:
 
 
 def unkept(features: Sequence[Feature], world: World, replicas: Sequence[str] = ()) -> list[str]:
-    """The mesh axes of several ranks along which no feature keeps models equal, or merges them.
+    """The mesh axes, of more than one rank, along which no feature keeps the ranks' models equal or merges them.
 
     Args:
         replicas: axes along which gradients are averaged without a feature.
@@ -106,13 +106,12 @@ def _apply_all(attachments: Attachments) -> None:
 
     1. MODEL comes first: it determines what the model computes and which parameters it has. MODEL also freezes modules,
        so that SHARD can shard them.
-    2. GRAPH: passes are collected, then the model is compiled once. The hooks of DDP and FSDP2 are added later, so
-       that torch.compile does not trace them, which would break the graph.
-    3. LOSS: the loss is wrapped before anything is sharded; it may use modules that MODEL set up (a teacher).
-    4. SHARD determines how the model is distributed, and which tensors the optimizer steps.
-    5. WIRE registers its hooks on the wrapper that SHARD put around the model.
-    6. OPTIM: the optimizer is built over the tensors that SHARD chose.
-    7. STEP adds functions to the phases of the optimizer's step; by then the optimizer exists.
+    2. GRAPH: passes are collected, then the model is compiled once. The hooks of DDP and FSDP2 are added later: if
+    torch.compile traced them, they would break the graph. 3. LOSS: the loss is wrapped before anything is sharded; it
+    may use modules that MODEL set up (a teacher). 4. SHARD determines how the model is distributed, and which tensors
+    the optimizer steps. 5. WIRE registers its hooks on the wrapper that SHARD put around the model. 6. OPTIM: the
+    optimizer is built over the tensors that SHARD chose. 7. STEP adds functions to the phases of the optimizer's step;
+    by then the optimizer exists.
     """
     for seam in Seam:
         for place, feature in order_of_application(attachments.features):

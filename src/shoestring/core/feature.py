@@ -38,7 +38,7 @@ merge covers only some of the weights.
 """
 
 Divided = Literal["", "optimizer", "parameters"]
-"""What an owner of SHARD shards: nothing; only the tensors that the optimizer steps; or the parameters as well."""
+"""What a feature at SHARD shards: nothing; only the tensors that the optimizer steps; or the parameters as well."""
 
 
 class Seam(IntEnum):
@@ -154,7 +154,7 @@ class Feature(ABC):
         return DATA
 
     def placed(self, folder: Path) -> Self:
-        """Return the feature with every folder that it writes to placed inside `folder`, the run folder."""
+        """Return the feature with all its output folders moved into `folder`, the run folder."""
         return self
 
     def arrange(self, world: World) -> World:
@@ -166,7 +166,7 @@ class Feature(ABC):
         return self
 
     def beside(self, features: Sequence[Feature]) -> Self:
-        """Return the feature with settings that depend on other features filled in; `resolve` ran before."""
+        """Return the feature with those settings filled in that depend on other features; runs after `resolve`."""
         return self
 
     def check(self, attachments: Attachments) -> None:

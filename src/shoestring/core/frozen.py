@@ -21,7 +21,7 @@ class Reference:
     source: str
     digest: str
     within_model: tuple[str, ...]
-    """Names of tensors that the job's model shares with the module; the state of the job's model leaves them out."""
+    """Names of tensors that the job's model shares with the module; `ModelState` leaves them out of checkpoints."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
@@ -33,7 +33,7 @@ class Reference:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise CheckpointError if this module's hash differs from the checkpoint's; there are no tensors to load.
+        """Compare this module's hash with the checkpoint's; a `Reference` has no tensors to load.
 
         Raises:
             CheckpointError: the checkpoint was written with other tensors.

@@ -27,12 +27,12 @@ class Job:
         loss: (output, batch) -> (sum, count), both 0-d tensors. Sums and counts are added up over micro-batches and
             ranks and divided once, so that unequal counts give the exact mean. Features at LOSS may wrap the loss for
             training; evaluation uses the loss without these wrappers.
-        optimizer: function parameters -> torch.optim.Optimizer, called after SHARD has chosen the parameters; or an
-            optimizer over the model's parameters, whose parameters are then replaced by the chosen ones.
+        optimizer: function parameters -> torch.optim.Optimizer, called after SHARD has chosen the tensors to step; or
+            an optimizer built with the model's parameters, in which those tensors then replace the parameters.
         total: number of optimizer steps, which schedules decay over; or a loader whose length is that number; 0 if the
             number is not known.
-        example: function that returns a batch with the sizes of those that `step` gets, for features that trace a step
-            before the first one (`graph.Split`).
+        example: function that returns a batch of the same sizes as the batches of `step`; needed by features that trace
+            a step before the first one (`graph.Split`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def trace(self) -> Trace:
-        """The run's recorded spans of time, its totals, and named facts about it."""
+        """The run's recorded spans of time, their totals, and named numbers that features record."""
         return self._attachments.trace
 
     @property

@@ -26,7 +26,10 @@ Merge = Callable[[Sequence[dict[str, Any]], int, int], dict[str, Any]]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved and restored. Equals that of torch.distributed.checkpoint, which takes a second to import."""
+    """An object whose state can be saved and restored.
+
+    The same protocol as torch.distributed.checkpoint's `Stateful`, which takes a second to import.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -75,12 +78,12 @@ class Progress:
         self.position += self.gain
 
     def state_dict(self) -> dict[str, Any]:
-        """All numbers. A count that has not been read yet stays a tensor, so saving does not wait for the device."""
+        """All fields but `planned`. An unread count stays a tensor, so that saving does not wait for the device."""
         state = {name: value for name, value in vars(self).items() if name not in ("unread", "planned")}
         return state if self.unread is None else state | {"unread": self.unread[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the numbers. A `total` that this run has set itself wins, so that the run may train for longer."""
+        """Restore the fields; a `total` that this run has set takes precedence, so that the run may train longer."""
         state = {"position": float(state_dict["step"]), "gain": 1.0} | state_dict  # for checkpoints of earlier versions
         state["tokens"] += int(state.pop("unread", 0))  # targets of the newest step
         vars(self).update(state, unread=None, total=self.total or state["total"], planned=state["total"])
@@ -91,12 +94,12 @@ class ModelState:
     """State of the model: parameters and buffers, under their names in the unwrapped model.
 
     Args:
-        trained: name of a parameter -> tensor that the optimizer steps, and a checkpoint saves, in its place.
+        trained: name of a parameter -> tensor that the optimizer steps and checkpoints hold instead of the parameter.
         refresh: copies the tensors of `trained` into the parameters.
         leave_out: names of tensors to leave out: frozen tensors, for which a checkpoint holds only a `Reference`, and
             parameters that only other ranks hold.
-        trainers: name of a parameter -> the ranks that train it, whose values a checkpoint saves. Empty if all ranks
-            train all parameters.
+        trainers: name of a parameter -> the ranks that train it; checkpoints hold the values of these ranks. Empty if
+            all ranks train all parameters.
         holders: name of a parameter -> the ranks that have it, for parameters that not all ranks have.
         orders: name of a parameter -> order of its tensor in `trained`, if it differs from the parameter's.
     """
@@ -115,7 +118,7 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         state = {self._own_name(name): value for name, value in self.model.state_dict().items()}
         state |= {name: self.trained[owner] for name, owner in self._aliases.items()}
-        elsewhere = self.trainers.keys() - self.trained.keys()  # this rank's values of these are still the initial ones
+        elsewhere = self.trainers.keys() - self.trained.keys()  # not trained here: this rank has their initial values
         left_out = {*self.leave_out, *elsewhere}
         return {name: value for name, value in (state | dict(self.trained)).items() if name not in left_out}
 
@@ -123,7 +126,7 @@ class ModelState:
         loaded_below = {*self.trained, *self._aliases}
         whole = {name: value for name, value in state_dict.items() if name not in loaded_below}
         tensors = [value for value in whole.values() if isinstance(value, Tensor)]
-        if self.trainers:  # other ranks' parameters may be on `meta`; then torch's function would untie tied parameters
+        if self.trainers:  # other ranks' parameters may be on `meta`; torch's function would then untie tied parameters
             own = {self._own_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
             for name, value in whole.items():
                 if isinstance(value, Tensor):
@@ -142,7 +145,7 @@ class ModelState:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Second name of a tied parameter -> its name in `trained`, if the model holds only a part of the parameter."""
+        """Second name of a tied parameter -> its name in `trained`, if its tensor there has another shape (a shard)."""
         owners = {self._own_name(name): parameter for name, parameter in self.model.named_parameters()}
         names = {parameter: name for name, parameter in owners.items()}
         tied = {
@@ -195,7 +198,7 @@ class OptimizerState:
         stepped = _parameters(self.optimizer.param_groups)
         if not tensors.keys() & {*saved}:
             tensors = dict(zip(saved, stepped, strict=True))
-        own = set(map(id, stepped))  # the checkpoint may hold more parameters: now frozen, or trained by other ranks
+        own = set(map(id, stepped))  # the checkpoint may also hold parameters now frozen, or trained by other ranks
         for name, tensor in tensors.items():
             if id(tensor) not in own:
                 continue

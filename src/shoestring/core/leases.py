@@ -47,14 +47,14 @@ class HostMemory:
         `free` does not include the memory of leases that were taken before, so their bytes are added to the budget.
 
         Args:
-            there: bytes already in use by buffers whose leases will be taken later.
+            there: bytes that buffers already use, but whose leases are taken later; only subclasses use this.
         """
         with self._lock:
             if self.budget == math.inf:
                 self.budget = 7 / 8 * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
 
     def take(self, name: str, nbytes: int, priority: Priority = Priority.REQUIRED) -> bool:
-        """Set the lease `name` to `nbytes`; return False if this is refused, and the earlier lease stays as it was."""
+        """Set the lease `name` to `nbytes`; if this is refused, leave the earlier lease unchanged and return False."""
         with self._lock:
             firm = sum(taken for other, (taken, kind) in self.leases.items() if other != name and kind <= priority)
             if granted := priority is Priority.REQUIRED or firm + nbytes <= self.budget:
@@ -67,7 +67,10 @@ class HostMemory:
             self.leases.pop(name, None)
 
     def turn(self, priority: Priority, patience: float = 0.1) -> AbstractContextManager[object]:
-        """Context around a large copy; it first waits for more urgent copies, for at most `patience` seconds."""
+        """Context around a large copy.
+
+        Subclasses may wait here for more urgent copies, for at most `patience` seconds; this class never waits.
+        """
         return nullcontext()
 
     def described(self, but: str = "") -> str:

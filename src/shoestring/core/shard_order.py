@@ -1,4 +1,4 @@
-"""The order in which ranks hold slices of a parameter if each rank has several slices, as of a fused weight."""
+"""The order in which a DTensor stores a parameter of which each rank holds several slices, such as a fused weight."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ShardOrder:
     """The order of the slices of a fused weight in its DTensor, which differs from their order in the parameter.
 
     A rank that has half of the queries, keys and values holds three slices of the fused weight. The rank's local shard,
-    and so the DTensor, has these slices one after another. PyTorch has no placement for slices of unequal sizes. It
-    needs none, because an optimizer does not depend on the order of the elements.
+    and so the DTensor, has these slices one after another. PyTorch has no placement for several slices of unequal sizes
+    per rank. None is needed, because the result of an optimizer step does not depend on the order of the elements.
     """
 
     shape: tuple[int, ...]
@@ -30,8 +30,10 @@ class ShardOrder:
 
     @classmethod
     def of(cls, shape: Sequence[int], dim: int, sections: Sequence[int], ranks: int) -> ShardOrder:
-        """Return the order in which each rank has an equal part of every section along `dim`, and ranks follow each
-        other."""
+        """Return the order of a parameter whose sections are all split over ranks: the slices of rank 0, of rank 1, ….
+
+        Along `dim` the parameter has sections of the sizes `sections`; each rank holds an equal slice of every section.
+        """
         starts = itertools.accumulate(sections, initial=0)
         parts = [(start, size // ranks) for start, size in zip(starts, sections, strict=False)]
         return cls(
@@ -39,12 +41,15 @@ class ShardOrder:
         )
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether a tensor that belongs to the parameter, such as a moment of its gradient, has the same order."""
+        """Whether the order applies to a tensor of the parameter's optimizer state: to a moment, not to a step
+        count."""
         return tensor.ndim == len(self.shape) and tensor.shape[self.dim] == self.shape[self.dim]
 
     def of_range(self, first: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, size, offset from `first`) of each slice of the parameter that the DTensor holds in [first,
-        first + size)."""
+        """Yield the slices of the parameter that make up [first, first + size) of the DTensor.
+
+        Each slice is (start in the parameter, size, offset from `first` in the DTensor).
+        """
         at = 0
         for start, extent in self.stretches:
             low, high = max(first, at), min(first + size, at + extent)

@@ -95,8 +95,9 @@ class MicroBatches:
         self._work: dist.Work | None = None
         # Along some mesh axes ranks compute the same loss of the same samples (tensor parallelism), so only the first
         # of these ranks counts its loss. The other ranks add their loss with weight 0. Since 0 times NaN or infinity is
-        # NaN, all ranks still refuse the step if the loss is not finite on any of them. An owner of SHARD that runs the
-        # micro-batches itself calls `loss` on only one of the ranks along its axes, so there every call counts.
+        # NaN, all ranks still refuse the step if the loss is not finite on any of them. A feature that runs the
+        # micro-batches itself calls `loss` on only one of the ranks along its axes, so every call of `loss` counts
+        # there.
         world = attachments.world
         spread = (*attachments.data_axes, *attachments.replicas)
         self._repeating = [axis for axis in world.axes if axis not in spread]
@@ -152,7 +153,7 @@ class MicroBatches:
     def gradient_of(self, total: Tensor) -> Tensor:
         """The gradient, with respect to a sum of losses `total`, of the tensor that `loss` returns.
 
-        For an owner of SHARD that runs the micro-batches and computes losses and gradients by a graph of its own.
+        Needed by a feature that runs the micro-batches and computes losses and gradients in a graph of its own.
         """
         return self.attachments.scaler.scale(torch.ones_like(total) / self._divisor(total))
 
@@ -165,7 +166,7 @@ class MicroBatches:
 
     def summed(self) -> Tensor:
         """(loss sum, count, votes to stop) over all micro-batches and ranks."""
-        if self.owned:  # before `run` returns, ranks could start this at different points among the owner's collectives
+        if self.owned:  # not earlier: all ranks must start this at the same point among the collectives of `run`
             self.begin_sum()
         if self._work is not None:
             with span("loss", "wire", self.sums.nbytes):
@@ -173,7 +174,7 @@ class MicroBatches:
         return self.sums
 
     def correct(self, gradients: list[Tensor], count: Tensor) -> None:
-        """Correct gradients, which were divided by the expected count of targets, to the true `count`."""
+        """Rescale gradients that were divided by the expected number of targets to the true number, `count`."""
         progress = self.attachments.progress
         ratio = progress.count / count
         if count.device.type != "cpu":  # comparing with 1 would wait for the device; multiplying by 1 does not
@@ -236,7 +237,7 @@ def evaluate(attachments: Attachments, batches: Iterable[Batch | Repeated]) -> t
             else:
                 with micro.computing():
                     micro.loss(micro.forward(batch), batch)
-            if repeated:  # keep the names of additional metrics, because all ranks must sum the same metrics
+            if repeated:  # the names of additional metrics must stay, because all ranks sum the same metrics
                 zero = torch.zeros_like(sums)
                 attachments.evaluated = {name: before.get(name, zero) for name in attachments.evaluated}
             sums += micro.sums[:2]

@@ -42,11 +42,11 @@ class World:
     memory: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
     """Budget and leases of the host memory that this rank may use for large buffers."""
     store: Any = field(default=None, compare=False, repr=False)
-    """Key-value store that `join` created. Ranks write facts that other ranks read after a failed collective."""
+    """Key-value store that `join` created. It holds the numbers of `note`, which ranks read if a collective fails."""
     layout: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Size of each mesh axis, the slowest first; empty for the default, hosts x ranks per host. `split` adds axes."""
-    # Holds worlds after a split, and meshes. Each world and mesh is created once, because a mesh has process groups,
-    # which all ranks must create in the same order.
+    # Holds worlds after a split, and meshes. Each is created only once: a mesh creates process groups, which all ranks
+    # must do in the same order.
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class World:
         return None if mesh is None else mesh.get_group()
 
     def differs_along(self, axis: str, values: Sequence[object]) -> bool:
-        """Whether `values`, one per rank, differ between ranks that differ only in their position along `axis`."""
+        """Whether `values`, one per rank, differ between ranks with the same position on all axes except `axis`."""
         stride = math.prod(list(self.axes.values())[list(self.axes).index(axis) + 1 :])
         first = (rank - rank // stride % self.axes[axis] * stride for rank in range(self.size))
         return any(values[rank] != values[of] for rank, of in enumerate(first))
@@ -192,7 +192,10 @@ class World:
         return json.loads(self.broadcast(json.dumps(self.agree(lambda: work() if self.first else None)).encode()))
 
     def alike(self, own_facts: Mapping[str, Any], hint: str) -> None:
-        """Raise ConfigError on all ranks if their facts differ; the message names the key, the values and the ranks."""
+        """Raise ConfigError on all ranks if `own_facts` differ between ranks.
+
+        The message names the key, the values and the ranks.
+        """
         if dist.is_initialized() and (message := facts.difference(self.gather(facts.encode(own_facts)))):
             raise ConfigError(message, hint=hint)
 

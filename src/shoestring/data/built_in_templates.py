@@ -63,7 +63,7 @@ def with_template(tokenizer: Tokenizer, named: str) -> Tokenizer:
             hint = close or f"give the path of a Jinja file, or {' or '.join(TEMPLATES)}"
             raise DataError(f"cannot read the chat template `{named}`: {error.strerror}", hint=hint) from error
     tokenizer.companions[_FILE] = content
-    # A model would have to write a marker that is no token letter by letter.
+    # If a marker is no token, the model has to generate it letter by letter.
     markers = dict.fromkeys(_MARKER.findall(template_source(tokenizer) or ""))
     for marker in [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None][:1]:
         _warn(

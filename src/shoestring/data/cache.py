@@ -52,8 +52,8 @@ most a quarter of /dev/shm is left free."""
 class Slow(Protocol):
     """A slow data set whose samples are cached: any map-style data set.
 
-    If it has `fetch(index) -> bytes` and `decode(bytes) -> sample`, the disk cache holds the raw bytes and the memory
-    cache the decoded samples; otherwise both hold samples.
+    If the data set has `fetch(index) -> bytes` and `decode(bytes) -> sample`, the disk cache holds the raw bytes and
+    the memory cache the decoded samples; otherwise both caches hold samples.
     """
 
     def __len__(self) -> int: ...
@@ -79,10 +79,10 @@ class Shared:
     """A cache that maps numbers to byte strings, in memory that all processes of this user on this host share.
 
     The memory is a file that exists while any process has it open; the last process to close it removes it. A file that
-    killed processes left behind is reused by the next run on the same data set, or removed by the next run on another.
-    The table of entries is memory-mapped, after its memory has been reserved. Samples are read and written by system
-    calls instead: if the file system is full, a system call fails, whereas access through a mapping would end the
-    process with SIGBUS.
+    killed processes left behind is reused by the next run on the same data set, or removed by the next run on another
+    data set. The table of entries is memory-mapped, after its memory has been reserved. Samples are read and written by
+    system calls instead: if the file system is full, a system call fails, whereas access through a mapping would end
+    the process with SIGBUS.
 
     Raises:
         OSError: there is no room for the table.

@@ -147,8 +147,8 @@ def is_masked(values: Mapping[str, Any], message: Message, where: str) -> bool:
 
 
 def as_switch(value: Any) -> bool | None:
-    """Convert a truth value or one of the numbers 0 and 1, also given as text (as in a .csv file), to a bool; None for
-    anything else."""
+    """Convert true, false, 1 or 0 to a bool, whether it is a value or its text (as in a .csv file); None for anything
+    else."""
     if isinstance(value, str):
         value = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(value.lower())
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None

@@ -32,12 +32,12 @@ _ROUNDS = 1000
 
 
 class Clients(Dataset[Any]):
-    """The data sets of several clients. As a data set, it has the samples of one client after the other.
+    """The data sets of several clients. As a data set, `Clients` contains the samples of all clients, client by client.
 
     Args:
         parts: name of a client -> its data set, see `Loader`.
         present: function (name of a client, number of a round) -> whether the client takes part in the round; the same
-            on all ranks. By default all do.
+            on all ranks. By default, all clients take part.
 
     Raises:
         DataError: there are no clients, or one has no samples.
@@ -96,7 +96,7 @@ class Turn:
 
 
 class ClientStates(ABC):
-    """A state of a job that holds what is each client's own, and switches the model from one client to the next."""
+    """Base class of a job's state that holds each client's own state and switches the model between clients."""
 
     steps: int
     """Number of optimizer steps in a client's turn."""
@@ -108,7 +108,7 @@ class ClientStates(ABC):
 
     @abstractmethod
     def acting(self, client: str) -> AbstractContextManager[None]:
-        """Context in which the model computes with the newest merged parameters and with the client's own ones."""
+        """Context in which the model has the client's own parameters, and the newest merged values of all others."""
 
 
 class ClientLoader:

@@ -180,7 +180,7 @@ def _check_header(path: Path) -> Header:
 
 
 class Survey:
-    """One pass over the documents, which finds the threshold of the split and a sample of text to train a tokenizer on.
+    """One pass over the documents; finds the threshold of the split, and collects text to train a tokenizer on.
 
     A document with a key below `cut` is held out. The threshold `cut` lies between the smallest and the largest key, so
     that neither the training nor the held-out text is empty.

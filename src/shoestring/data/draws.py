@@ -1,7 +1,7 @@
 """Seeds the random draws of data sets, so that they depend only on the run's seed and the sample's position.
 
-As a result, augmentation is the same for any number of loading processes and after a resume. It differs between ranks,
-epochs and seeds, and does not disturb the random numbers of training (dropout).
+As a result, augmentation is the same for any number of loading processes and after a resume. Augmentation differs
+between ranks, epochs and seeds, and does not disturb the random numbers of training (dropout).
 """
 
 from __future__ import annotations

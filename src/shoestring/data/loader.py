@@ -332,8 +332,8 @@ def sweep(
     All ranks get the same number of batches, because sharded models communicate in each forward pass. Every sample is
     in exactly one batch of one rank. Batches have `batch` samples, except that the last batches of the ranks share the
     remainder; if the remainder is smaller than the number of ranks, the ranks without a sample get a copy of the last
-    one, as `Repeated`. If a batch is a dict, its entry `valid`, bool (samples,), is False for such a copy. Random draws
-    depend only on the sample, so all evaluations see the same samples.
+    sample, as `Repeated`. If a batch is a dict, its entry `valid`, bool (samples,), is False for such a copy. Random
+    draws depend only on the sample, so all evaluations see the same samples.
 
     Args:
         collate: list of samples -> batch, in place of stacking.

@@ -26,8 +26,8 @@ _PAGES, _SMALLEST_PAGE = 10_000, 4096
 """Limits of the number of pages: a file may have `_PAGES` pages, or one for each `_SMALLEST_PAGE` bytes if that is
 more."""
 _BATCH, _ROWS = 128 << 20, 1024
-"""Limits of a batch of rows: its number of rows, and its size in bytes if every row held the longest value that can be
-repeated."""
+"""Limits of a batch of rows: its size in bytes if every row held the longest value that can be repeated, and its number
+of rows."""
 _DICTIONARY_PAGE, _DELTA_BYTE_ARRAY = 2, 7
 """The page type and the encoding in which a few bytes may decode to many copies of a long value."""
 _FOOTER, _HEADER = 256 << 20, 1 << 20

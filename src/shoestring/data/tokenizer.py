@@ -152,7 +152,7 @@ class Tokenizer:
         return tokens
 
     def encode_with_special(self, text: str) -> list[int]:
-        """Ids of `text`, in which text that spells a special token is encoded as that token; none are added."""
+        """Ids of `text`; text that spells a special token is encoded as that token, and no special tokens are added."""
         with single_threaded(), self._encoding():
             return self._reader.encode(text, add_special_tokens=False).ids
 
@@ -242,7 +242,7 @@ class Tokenizer:
 
     @cached_property
     def _middle(self) -> list[int]:
-        """An ordinary token to decode before another token, so that the other one gets its text as in the middle of a
+        """An ordinary token (or none); a token that is decoded after it gets the text that it has in the middle of a
         text."""
         names = ((token, self.engine.id_to_token(token) or "") for token in range(self.vocab_size))
         return next(([token] for token, text in names if text.isalnum() and self.decode([token])), [])

@@ -91,7 +91,7 @@ class Adapter(ABC):
             tokens: (B, T), int64.
             rows: rows of the cache to continue; defaults to all rows.
             counts: number of real tokens of each row, which are followed by padding; by default there is no padding.
-            wanted: `all` returns the logits of every position, `last` only those of each row's last real token.
+            wanted: `all` returns the logits of every position, `last` only the logits of each row's last real token.
 
         Returns:
             Logits (B, T, V), or (B, 1, V), in the data type of the model.

@@ -26,7 +26,7 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="shoestring-masks")  # starts
 
 
 class ConstraintError(ShoestringError):
-    """The constraint of a text allows no next token, or cannot be evaluated."""
+    """The constraint of a text allows no next token, was violated, or cannot be evaluated."""
 
 
 class Constraint:
@@ -43,7 +43,7 @@ class Constraint:
         self._begun: tuple[Any, Future[Tensor]] | None = None
 
     def begin(self, text: Sequence[int], drafted: Sequence[int], width: int) -> None:
-        """Start computing the masks that the next call of `allowed` returns, in a thread parallel to the model's pass."""
+        """Start computing the masks for the next call of `allowed` in another thread, in parallel with the model."""
         if self._begun is not None:
             self._begun[1].exception()  # wait for earlier masks that were not used
         asked = list(text), list(drafted), width

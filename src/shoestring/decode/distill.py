@@ -28,7 +28,7 @@ class Distill(Feature):
     teacher: str = ""
     """Model that the drafter drafts for, with the same tokenizer: a run folder, a model folder or `hf:NAME`."""
     reference: str = ""
-    """Drafter that was already distilled on all tokens, and is used to select tokens: the loss then counts only the
+    """Drafter that was already distilled on all tokens, with which tokens are selected. The loss then counts only the
     tokens on which the trained drafter's divergence from the teacher exceeds the reference's by the most. Without a
     reference, every token counts; `shoestring distill` trains the reference first."""
     fraction: float = 0.4

@@ -3,7 +3,8 @@
 In a round that drafts γ tokens, a row gains 1 + Σ_k Π_{i ≤ k} a_i tokens on average, where a_i is the probability that
 the i-th drafted token is accepted, given that all earlier ones were. The round takes the time of the drafter and of one
 pass over γ + 1 tokens of each row. `DraftLength` chooses the γ that yields the most tokens per second. Because
-verification is exact only if γ is chosen before anything is drafted, the choice depends on earlier measurements alone.
+verification is exact only if γ is chosen before anything is drafted, the choice depends only on earlier measurements
+and on the grades of the drafts (see `Drafter.grades`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PROBING = 0.01
 KEPT = 9
 """Number of newest measurements of a cost that are stored; their median is the estimate of the cost."""
 AGE, NEAR = 50, 1.5
-"""While drafts speed up decoding by a factor below `NEAR`, a pass without drafts is measured again every `AGE` rounds."""
+"""While drafts speed up decoding by less than `NEAR`, a pass without drafts is measured again every `AGE` rounds."""
 
 
 class Acceptance:
@@ -122,8 +123,8 @@ class DraftLength:
     idle: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of decoding without drafts since the last draft, by the best grade among the rows."""
     price: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds by which the newest round with drafts was slower than plain decoding of as many tokens, by the best grade
-    among the rows."""
+    """Seconds by which the newest round with drafts took longer than plain decoding of the same number of tokens, by
+    the best grade among the rows."""
     age: int = 0
     """Number of rounds since the last pass without drafts."""
 

@@ -127,7 +127,7 @@ class Distillation:
         return torch.where(tokens, weights * losses.loss, 0).sum(), weights.sum()
 
     def _targets(self, batch: Batch, *, cached: bool) -> tuple[Tensor | KnownWords, Tensor | None]:
-        """The teacher's distributions, and the reference's divergence from the teacher for each token; the divergence is
+        """The teacher's distributions, and the reference's divergence from the teacher for each token; the latter is
         None without a reference."""
         temperature = self.settings.temperature
         if not cached:

@@ -82,7 +82,7 @@ def other_names(names: Iterable[str]) -> str:
 
 
 def _other_than(tree: Mapping[str, Any]) -> str:
-    """The expression for all texts outside of a tree of characters, in which the key "" marks the end of a name."""
+    """The expression for all texts that are not names in a tree of characters; the key "" marks the end of a name."""
     following = {character: after for character, after in tree.items() if character}
     other = _class(_others_of(_ranges((ord(character), ord(character)) for character in following)))
     branches = [f"{other}[\\s\\S]*"]
@@ -279,7 +279,7 @@ class _Automaton:
     """Number of parts of patterns that were added."""
 
     def add(self, part: _Part, end: int) -> None:
-        """Add a pattern to search for; the automaton is in the state `end` after the pattern."""
+        """Add a pattern to search for; the automaton reaches the state `end` where the pattern ends."""
         begin = self._state()
         self._edge(_START, "", begin)
         self._edge(self._built(part, begin), "", end)
@@ -395,7 +395,7 @@ def _expression(table: Table, ends: set[int]) -> str | None:
     paths |= {(begin, 0): ""} | {(state, end): "" for state in ends}
     left = set(range(len(table)))
     while left:
-        # The state to remove is the one that the fewest paths cross: each way in can be joined with each way out.
+        # Remove the state that the fewest paths cross, because each path into it is joined with each path out of it.
         ways_in = Counter(after for one, after in paths if one != after)
         ways_out = Counter(one for one, after in paths if one != after)
         state = min(left, key=lambda one: (ways_in[one] * ways_out[one], one))
@@ -411,7 +411,7 @@ def _expression(table: Table, ends: set[int]) -> str | None:
                 known = paths.get((one, after))
                 if known and path:
                     path = f"(?:{known}|{path})"
-                elif known is not None:  # one of the two is empty
+                elif known is not None:  # one of the two paths reads no character
                     path = f"{_group(known or path)}?"
                 paths[one, after] = path
         if sum(map(len, paths.values())) > _CHARACTERS:

@@ -146,7 +146,7 @@ def _batch(like: Batch, texts: Texts) -> Batch:
 
 
 def _entries(batch: Batch) -> tuple[dict[Any, Tensor], Any, Any]:
-    """The entries of a batch, and the names of its inputs and its targets, which are found as in `core.task`."""
+    """The entries of a batch, and the names of its inputs and its targets, by the rules of `core.task`."""
     entries = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
     first, second = (
         next(name for name in names if name in entries)

@@ -118,7 +118,7 @@ def _native_race() -> Any:
 
 
 def _hash(value: int) -> int:
-    """The finalizer of splitmix64, on Python's integers."""
+    """Apply the finalizer of splitmix64 to an unsigned 64-bit integer."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         value = (value ^ value >> shift) * factor & _MASK
     return value

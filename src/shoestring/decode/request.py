@@ -46,9 +46,8 @@ class Request:
     stop: frozenset[int] = frozenset()
     """Tokens that end the text, and are not part of it."""
     rolling: bool = False
-    """Whether the text continues when the context is full. A text that continues drops the oldest quarter of its
-    context at once, so that the rest has to be read again only rarely; otherwise the text ends when the context is
-    full."""
+    """Whether the text continues when the context is full; otherwise it ends there. To continue, the oldest quarter of
+    the context is dropped at once, because the rest has to be read again after every drop."""
     logprobs: int | None = None
     """Number of likeliest tokens whose log-probabilities are returned at each position, besides the log-probability of
     the chosen token; None returns no log-probabilities."""
@@ -56,7 +55,7 @@ class Request:
     """Whether log-probabilities of the prompt are returned as well; no part of the prompt is then taken from the
     cache."""
     namespace: str = ""
-    """The cached keys and values of this text are reused only for texts of the same namespace and adapter."""
+    """Namespace of the text's cached keys and values; only texts of the same namespace and adapter may reuse them."""
     adapter: LoadedAdapter | None = None
     """Low-rank adapter that the text is generated with; None for the model alone."""
     client: str = ""

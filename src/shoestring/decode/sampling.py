@@ -23,9 +23,9 @@ slow."""
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution (…, V) to sample from: float64 for float64 logits, else float32; one-hot if sampling is greedy.
 
-    The logits must already include the repetition penalty (see `penalize`). Every filter keeps all tokens that are at
-    least as likely as a bound, so tokens that tie with the last kept token stay too (top-p: Holtzman et al., 2020;
-    min-p: Nguyen et al., 2024).
+    The logits must already include the repetition penalty (see `penalize`). Every filter keeps all tokens whose
+    probability reaches a bound, so tokens of equal probability are either all kept or all removed (top-p: Holtzman et
+    al., 2020; min-p: Nguyen et al., 2024).
     """
     logits = _precise(logits)
     if sampling.greedy:
@@ -43,11 +43,11 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
-    """Apply the repetition penalty for the tokens before each position to logits (T, V) (Keskar et al., 2019).
+    """Apply the repetition penalty to logits (T, V): each row is penalized for the tokens before it (Keskar et al.,
+    2019).
 
     Args:
-        logits: logits after each of the last T of `tokens`. Each position is penalized only for the tokens up to it,
-            and not for tokens that were drafted after it.
+        logits: row t holds the logits after the t-th of the last T `tokens`; tokens drafted after it do not count.
         tokens: prompt, generated tokens and drafted tokens.
         penalty: divides a positive logit, and multiplies a negative one.
     """
@@ -57,8 +57,8 @@ def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
     penalized = logits.clone()
 
     def lower(first: int, seen: Sequence[int]) -> None:
-        """Penalize the tokens `seen` from position `first` on. Only their columns are touched, because a text holds far
-        fewer tokens than the vocabulary."""
+        """Penalize the tokens `seen` in the rows from `first` on. Only the columns of these tokens are read and
+        written, because a text holds far fewer distinct tokens than the vocabulary."""
         if max(seen) >= logits.shape[1]:  # some tokens have an embedding but no logit
             seen = [token for token in seen if token < logits.shape[1]]
         columns = torch.tensor(seen, dtype=torch.int64, device=logits.device)

@@ -42,8 +42,9 @@ def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> PassPlan:
 
     The row with the fewest unread tokens is read first. Neighbouring rows are read in the same pass if the pass then
     completes more prompts, or completes as many and reads more tokens. After `TURNS` passes that read fewer tokens of
-    the oldest row than they could, a pass reads the oldest row alone. Every row therefore ends after a bounded number
-    of passes, whatever comes later: the oldest row, with N tokens, after at most (`TURNS` + 1) · ⌈N / `budget`⌉ passes.
+    the oldest row than they could, a pass reads the oldest row alone. The number of passes until a prompt is read is
+    therefore bounded, whatever requests arrive later: N tokens of the oldest row take at most
+    (`TURNS` + 1) · ⌈N / `budget`⌉ passes.
 
     Args:
         unread: the rows with unread tokens, the oldest first.

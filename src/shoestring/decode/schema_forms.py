@@ -1,8 +1,8 @@
 """Rewrites JSON schemas as equivalent schemas with only keywords that llguidance supports; does not import torch.
 
 Grammars can express unions but not complements. Therefore `not`, `oneOf`, conditions and dependencies are rewritten as
-unions of schemas in which each negated keyword is replaced by its opposite, if it has one. Schemas that cannot be
-rewritten are refused, because a schema without one of its keywords would allow documents that the schema forbids.
+unions of schemas in which each negated keyword is replaced by its opposite, if it has one. A schema that cannot be
+rewritten is refused: dropping the unsupported keyword would allow documents that the schema forbids.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Rewriting:
         return [self._target(own[key], base) for key in ("$ref", "$dynamicRef") if key in own]
 
     def _named(self, target: Schema) -> Schema:
-        """Make a reference to a schema, whose rewritten form will be in `$defs`."""
+        """Make a reference to a schema; `finish` rewrites this schema for `$defs`."""
         if isinstance(target, bool):
             return target
         for number, known in enumerate(self.targets):
@@ -247,7 +247,8 @@ class _Rewriting:
         schema under `not` is left out, because it evaluates nothing.
 
         Raises:
-            ConfigError: another schema holds only in some of the documents, or schemas refer to each other.
+            ConfigError: a keyword such as `anyOf` holds schemas that apply only to some documents, or schemas refer to
+                each other.
         """
         for key in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "contains"):
             if key in own:

@@ -1,9 +1,9 @@
 """Writes the names of properties that a schema does not list as regular expressions; does not import torch.
 
-In a schema that lists properties or patterns, llguidance accepts all other names in any JSON spelling and compares only
-spellings, so `"\\u0062"` passes for a name other than `b`. A name that matches a pattern has only one spelling, except
-for control characters. Additional properties are therefore described by a pattern. The pattern matches either all
-names, of which llguidance excludes the listed ones, or only the names that match no other pattern.
+If a schema lists properties or patterns, llguidance accepts any JSON spelling of all other names, and compares only
+spellings: `"\\u0062"` then passes for a name other than `b`. A name that matches a pattern has only one spelling,
+except for control characters. Additional properties are therefore described by a pattern, which matches either all
+names (of which llguidance excludes the listed ones) or only the names that match no other pattern.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _rewritten(schema: Any, escaped: Sequence[str], shared: Sequence[str]) -> An
 def _patterns(own: Keywords, escaped: Sequence[str], shared: Sequence[str]) -> Keywords:
     """The keywords that replace the patterns and additional properties of a schema; {} if nothing changes.
 
-    Schemas of objects that apply to the same document get the same patterns where possible, because llguidance cannot
-    combine different patterns.
+    Where possible, all schemas get the same patterns: several schemas may apply to the same object, and llguidance
+    cannot combine different patterns.
 
     Args:
         escaped: names of properties, anywhere in the document, that have several spellings in JSON.

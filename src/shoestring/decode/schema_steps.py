@@ -122,7 +122,7 @@ def _distinct(own: Keywords) -> Iterator[Schema]:
     if own.get("uniqueItems") is not True:
         return
     prefix, rest = own.get("prefixItems", []), own.get("items", True)
-    if isinstance(rest, list):  # the form of draft 7 and earlier
+    if isinstance(rest, list):  # as in draft 7 and earlier
         prefix, rest = rest, own.get("additionalItems", True)
     lists = unique([values_of(part) for part in prefix], values_of(rest), own.get("minItems", 0), own.get("maxItems"))
     if lists is None:

@@ -54,7 +54,7 @@ class DraftCounts:
     drafted: list[int] = field(default_factory=list)
     """Tokens drafted."""
     tried: list[int] = field(default_factory=list)
-    """Tokens drafted whose predecessors in the draft were all accepted."""
+    """Tokens drafted after predecessors that were all accepted."""
     accepted: list[int] = field(default_factory=list)
     """Tokens accepted."""
 
@@ -68,7 +68,8 @@ class DraftCounts:
                 counts[position] += 1
 
     def expected(self, length: int) -> float:
-        """Expected number of tokens from a pass with `length` drafted ones, by the acceptance at each position."""
+        """Expected number of tokens that a pass adds after a draft of `length` tokens, from the acceptance at each
+        position."""
         tokens, together = 1.0, 1.0
         for accepted, tried in zip(self.accepted[:length], self.tried, strict=False):
             together *= accepted / max(tried, 1)

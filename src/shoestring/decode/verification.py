@@ -91,7 +91,8 @@ def one_hot(draft: Sequence[int], p: Tensor) -> Tensor:
 
 
 def _following(p: Tensor, q: Tensor, accepted: int, support: float) -> Tensor:
-    """The distribution of the token after the accepted ones: the normalized excess of p over q, or p after all γ."""
+    """The distribution of the token after the accepted ones: the normalized positive part of `support` · p - q at this
+    position, or p if all γ tokens were accepted."""
     if accepted == len(q):
         return p[accepted]
     residual = _excess(support * p[accepted], q[accepted])

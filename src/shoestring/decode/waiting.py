@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from shoestring.decode.request import Row
 
 WRITTEN = 2
-"""A generated token counts as much as this number of prompt tokens, as in Sheng et al., 2024."""
+"""Number of prompt tokens that count as much as one generated token, as in Sheng et al., 2024."""
 
 
 class Waiting:
@@ -20,8 +20,8 @@ class Waiting:
     waiting rows are therefore served about the same number of tokens, however many requests each of them sends.
 
     Among the rows of one client, the row with the smallest key is next. The key is the client's counter at the row's
-    arrival plus the length of the row's prompt. Short prompts therefore overtake long ones, but a row can be overtaken
-    only by rows that arrive before its client has been served as many tokens as the row's prompt has.
+    arrival plus the length of the row's prompt. Short prompts therefore overtake long ones, but only for a time: rows
+    that arrive after the client has been served as many tokens as a row's prompt has cannot overtake that row.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,8 @@ class Waiting:
         self.served[client] = max(self._level, self.served.get(client, 0.0)) + tokens
 
     def _forget(self, client: str) -> None:
-        """Drop the client's queue if it is empty, and absent clients' counters that exceed no waiting client's."""
+        """Drop the client's queue if it is empty, and the counters of clients without waiting rows if they do not
+        exceed the smallest counter of the waiting clients."""
         if not self._rows[client]:
             del self._rows[client]
         level = min((self.served[other] for other in self._rows), default=self._level)

@@ -24,8 +24,8 @@ def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False
     Nothing is computed: parameters and inputs are replaced by fake tensors, unless they are fake already.
 
     Args:
-        dynamo: capture the forward pass by torch's analysis of bytecode first. That takes as long again, and also
-            follows programs that choose another way while they are compiled.
+        dynamo: capture the forward pass by torch's analysis of bytecode first. This takes as long again, but also
+            captures programs that take another branch while they are compiled.
     """
     # Imported here because these imports take seconds.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -39,7 +39,7 @@ def joint_graph(model: nn.Module, inputs: Sequence[Any], *, dynamo: bool = False
         from torch._dynamo import config
         from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-        # Dynamo remembers the numbers that each line of code has met, and takes those that change as unknown.
+        # By default, dynamo treats a number as unknown if the same line of code has met another value before.
         with fx.traceback.preserve_node_meta(), mode, config.patch(automatic_dynamic_shapes=False):
             captured = dynamo_graph_capture_for_export(model)(*inputs)
     with ExitStack() as stack, mode:
@@ -62,7 +62,7 @@ def merge_tied(graph: fx.Graph, model: nn.Module) -> None:
         holders[alias.expr()].replace_all_uses_with(holders[own.expr()])
         graph.erase_node(holders[alias.expr()])
         if descriptors.GradAOTOutput(alias) not in kinds:
-            continue  # it is frozen
+            continue  # the parameter is frozen
         place, total = kinds.index(descriptors.GradAOTOutput(alias)), kinds.index(descriptors.GradAOTOutput(own))
         gradients = [values[one] for one in (total, place) if values[one] is not None]
         if len(gradients) == 2:
@@ -76,7 +76,7 @@ def merge_tied(graph: fx.Graph, model: nn.Module) -> None:
 
 
 class JointOutput(NamedTuple):
-    """What an output of a joint graph is."""
+    """The meaning of an output of a joint graph."""
 
     kind: Literal["gradient", "buffer", "result"]
     name: str
@@ -85,7 +85,7 @@ class JointOutput(NamedTuple):
 
 
 class JointNodes(NamedTuple):
-    """The placeholders of a joint graph by what they stand for, and what its outputs are."""
+    """The placeholders of a joint graph by kind, the nodes of its gradients, and the meaning of its outputs."""
 
     parameters: dict[str, fx.Node]
     buffers: dict[str, fx.Node]
@@ -94,7 +94,7 @@ class JointNodes(NamedTuple):
     gradients: dict[str, fx.Node]
     """Name of a parameter -> node of its gradient; a frozen parameter has none."""
     outputs: list[JointOutput]
-    """What each output is, in order."""
+    """The meaning of each output, in order."""
 
 
 def nodes_of_joint(graph: fx.Graph) -> JointNodes:
@@ -131,7 +131,7 @@ Row = list[Placement | None]
 
 
 def sharding_strategies(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> list[Row] | None:
-    """torch's strategies of an operator over a mesh of one axis; None if torch has none for it."""
+    """torch's sharding strategies for an operator over one mesh axis; None if torch has none."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     own = getattr(propagator, "op_single_dim_strategy_funcs", {}).get(op)
     if own is not None:
@@ -151,12 +151,12 @@ def _meta_of(tensor: Tensor) -> Any:
 
 @cache
 def _mesh_of(ranks: int) -> DeviceMesh:
-    """A mesh without process groups, only for asking strategies."""
+    """A mesh without process groups, only to ask torch for strategies."""
     return DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
 
 
 def _followed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> Iterator[Row]:
-    """Strategies that follow the placements of the inputs: asked with all inputs alike, and with one that differs."""
+    """Strategies that depend on the inputs' placements: asked with one placement for all inputs, or for one input."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     options = list[list[Placement]]()
     for tensor in tensors:
@@ -170,7 +170,7 @@ def _followed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int
         try:
             yield from _ask(op, args, kwargs, placements, ranks)
         except (RuntimeError, ValueError, AssertionError, IndexError):
-            continue  # the strategy does not take inputs that are placed like this
+            continue  # the strategy does not accept these placements of the inputs
 
 
 def _ask(
@@ -202,7 +202,7 @@ def _ask(
     for spec in getattr(strategy(schema), "strategies", ()):
         outputs = spec.output_specs
         outputs = outputs if isinstance(outputs, tuple) else (outputs,) * len(op._schema.returns)
-        inputs = spec.input_specs or outputs[:1] * len(placements)  # without any, they are placed like the output
+        inputs = spec.input_specs or outputs[:1] * len(placements)  # by default, inputs are placed like the output
         rows.append([None if one is None else one.placements[0] for one in (*outputs, *inputs)])
     return rows
 
@@ -214,7 +214,7 @@ def returns_view(op: Any) -> bool:
 
 @cache
 def import_all() -> None:
-    """Import what the first call of a program's own operator imports, and the first trace."""
+    """Import all modules that the first call of a custom operator and the first trace would import."""
     from torch import _dynamo  # noqa: F401
     from torch._subclasses import fake_tensor
 
@@ -222,7 +222,7 @@ def import_all() -> None:
 
 
 def is_overload(op: Any) -> bool:
-    """Whether an operator is one of torch's dispatcher, which has a signature."""
+    """Whether an operator is an overload in torch's dispatcher, which has a signature."""
     return isinstance(op, torch._ops.OpOverload)
 
 

@@ -40,14 +40,14 @@ GIB = 2**30
 PREFIX = "model."
 """Beginning of the names of all parameters in a traced step."""
 _LEAVES = (int, float, str, bytes, type(None))
-"""Types of what a batch may hold beside tensors."""
+"""Types of the entries that a batch may hold besides tensors."""
 
 
 # -- before anything is allocated --------------------------------------------------------------------------------------
 
 
 def check(attachments: Attachments, settings: Split) -> None:
-    """Raise ConfigError if the step cannot be traced or no plan fits, ConflictError if a feature does not fit."""
+    """Raise ConfigError if the step cannot be traced or no plan fits, ConflictError if another feature conflicts."""
     if settings.gib < 0:
         raise ConfigError(f"`{settings.name}.gib` must be 0 or more, got {settings.gib:g}")
     if (ranks := attachments.world.ranks_over(settings.over)) == 1:
@@ -91,14 +91,14 @@ def _refused(feature: Feature) -> str:
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The form of a batch: its structure, the sizes and types of its tensors, and all else that it holds."""
+    """The structure of a batch, the shapes and data types of its tensors, and the values of its other entries."""
 
     structure: Any
     leaves: tuple[Any, ...]
 
     @classmethod
     def of(cls, batch: Batch) -> BatchForm:
-        """The form of a batch.
+        """Describe a batch.
 
         Raises:
             ConfigError: the batch holds objects, in which tensors could be hidden.
@@ -126,7 +126,7 @@ class _TraceableStep(nn.Module):
         self.functions = attachments.forward, attachments.loss  # a tuple hides a loss that is a module from torch
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The sum of the losses, and the number of targets if it is a tensor; a number is left in `number`."""
+        """Return the loss sum, and the number of targets if it is a tensor; otherwise store it in `number`."""
         forward, loss = self.functions
         left = iter(tensors)
         batch = tree_map_only(Tensor, lambda _: next(left), self.batch)
@@ -140,14 +140,14 @@ class _TraceableStep(nn.Module):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The traced step of a job's micro-batch: the sum of its losses, the number of its targets, and gradients."""
+    """The traced computation of one micro-batch: the sum of its losses, its number of targets, and gradients."""
 
     step: JointTrace
     form: BatchForm
     number: float | None
-    """Number of targets, if the loss states it as a number."""
+    """Number of targets, if the loss returns it as a number; None if the loss returns it as a tensor."""
     modes: tuple[bool, ...]
-    """Which modules were in training mode."""
+    """For each module of the model: whether it was in training mode."""
 
     @property
     def digest(self) -> str:
@@ -172,7 +172,7 @@ def digest(graph: fx.Graph) -> str:
 
 
 def trace_job(attachments: Attachments, settings: Split) -> TracedStep:
-    """Trace the step of a job's micro-batch in training mode; nothing is computed.
+    """Trace the computation of one micro-batch in training mode, without computing anything.
 
     Raises:
         ConfigError: the step cannot be traced, draws random numbers, or reads tensors that are neither parameters,
@@ -209,9 +209,9 @@ def trace_job(attachments: Attachments, settings: Split) -> TracedStep:
 
 @contextmanager
 def _ready(module: nn.Module, device: str) -> Iterator[str]:
-    """Context in which a module can be traced: in training mode, and with fake tensors in place of those on `meta`.
+    """Context in which a module can be traced: in training mode, and with fake tensors instead of tensors on `meta`.
 
-    Yields the type of the device that its tensors are on.
+    Yields the device type of the module's tensors.
     """
     parts = [(part, part.training, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -228,7 +228,7 @@ def _ready(module: nn.Module, device: str) -> Iterator[str]:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers; attention does only with dropout."""
+    """Whether an operator draws random numbers; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     schema: Any = getattr(node.target, "_schema", None)
@@ -244,28 +244,28 @@ def _draws(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan of a step in numbers, so that the rank that has searched it can send it to the others."""
+    """A plan of a step as plain numbers, so that the rank that searched it can send it to the other ranks."""
 
     digest: str
     """Hash of the traced step."""
     choices: list[list[int]]
-    """Along each axis of the mesh: for each placeholder its placement, and for each operator the index of its rule, in
+    """For each axis of the mesh: the placement of each placeholder and the index of each operator's rule, in node
     order."""
     seconds: float
     """Predicted seconds of a step, without overlap."""
     memory: float
-    """Predicted bytes of a rank: weights, gradients, optimizer state and saved activations."""
+    """Predicted bytes per rank: weights, gradients, optimizer state and saved activations."""
     operators: int
     parameters: int
     sharded: int
     """Number of parameters of which each rank has a shard."""
 
     def divided(self, traced: TracedStep, mesh: Sequence[int]) -> DividedStep:
-        """What one rank computes of a step.
+        """Divide the traced step among the ranks of a mesh as this plan says.
 
         Raises:
-            ConfigError: an operator has fewer rules here than where the plan was searched. Rules that are found by
-                trying can differ, because a busy host may reach a time limit.
+            ConfigError: an operator has fewer rules on this rank than on the rank that searched the plan. Rules that
+                are found by trying can differ, because a busy host may reach a time limit.
         """
         divided = DividedStep.whole(traced.step)
         for ranks, choices in zip(mesh, self.choices, strict=True):
@@ -288,7 +288,7 @@ def _deciders(step: StepGraph) -> list[fx.Node]:
 
 
 def chosen(attachments: Attachments, settings: Split) -> ChosenPlan | None:
-    """The plan of a job's step, which the first rank searches once; None in `shoestring check` without a batch."""
+    """The plan of a job's step, which the first rank searches once; None in `shoestring check` without an example."""
     return attachments.carry(settings, lambda: _choose(attachments, settings))
 
 
@@ -327,10 +327,10 @@ def _searched(attachments: Attachments, settings: Split) -> ChosenPlan:
 
 
 def costs_of(settings: Split, ranks: int) -> tuple[Sequence[GraphCosts], float]:
-    """The costs along the axes of this host's mesh by the cluster file, and the bytes that a rank may hold.
+    """The costs along each axis of this host's mesh, from the cluster file, and the bytes that a rank may hold.
 
     Raises:
-        ConfigError: no cluster file is named, it is unusable, or it is of another number of ranks.
+        ConfigError: no cluster file is named, the file is unusable, or it describes another number of ranks.
     """
     hint = f"measure them on this host: shoestring probe --out cluster.toml --workers {ranks}"
     if not settings.cluster:

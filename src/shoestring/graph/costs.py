@@ -1,4 +1,4 @@
-"""What a divided step costs on the ranks of one host: seconds of operators and of moves between placements, bytes."""
+"""Predicts the costs of a divided step on the ranks of one host: seconds of operators and moves, bytes of memory."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from shoestring.planning.cluster import Cluster, Collective, Device
 
 aten = torch.ops.aten
 _FREE = {aten._unsafe_view.default, aten.detach.default, aten.alias.default}
-"""Operators that only make another view of their input, beside those whose signature says so."""
+"""Operators that only return a view of their input although their signature does not say so."""
 _LOOKUPS = {aten.embedding.default}
 """Operators that read only the entries that they return."""
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 4.0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 2, 10.0),
 }
-"""Operator -> places of queries and keys, and FLOP for each pair of positions and each number of a head."""
+"""Operator -> (argument index of the queries, of the keys, FLOP per pair of positions and entry of a head)."""
 _ADAM = 2.0
-"""Bytes of AdamW's state for each byte of trained weights."""
+"""Bytes of AdamW's state per byte of trained weights."""
 _UPDATE = 7.0
-"""Times that AdamW reads or writes each byte of a weight: four tensors are read, and three written."""
+"""Bytes that AdamW reads and writes per byte of a weight: it reads four tensors and writes three."""
 
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Costs on the ranks of one host, or on those along an axis of a mesh of them.
+    """Costs on the ranks of one host, or on the ranks along one axis of the host's mesh.
 
     Args:
-        flops: matrix products, FLOP/s of a rank. copy: bytes that a rank copies in a second.
-        collectives: kind of collective -> its speed among the ranks; a missing reduce-scatter takes half an all-reduce.
-        before: the costs along the axes of the mesh before this one.
+        flops: FLOP/s of a rank in matrix products. copy: bytes/s at which a rank copies.
+        collectives: kind of collective -> its speed among the ranks; without reduce-scatter, half the time of an
+            all-reduce is used.
+        before: the costs along the earlier axes of the mesh.
     """
 
     ranks: int
@@ -52,7 +53,7 @@ class GraphCosts:
 
     @staticmethod
     def of(cluster: Cluster) -> GraphCosts:
-        """The costs on a cluster's one host, as its slowest rank measured them.
+        """The costs on the only host of a cluster, with the lowest speeds that any of its ranks measured.
 
         Raises:
             ConfigError: the cluster has several hosts, one rank, or no measured collectives.
@@ -74,10 +75,10 @@ class GraphCosts:
         )
 
     def over(self, mesh: Sequence[int]) -> tuple[GraphCosts, ...]:
-        """The costs along each axis of a mesh of the ranks, whose links are taken for those of a ring.
+        """The costs along each axis if the ranks form a mesh; collectives are scaled as if the ranks were a ring.
 
         Raises:
-            ConfigError: the mesh has not as many ranks, or an axis of one rank.
+            ConfigError: the mesh has another number of ranks, or an axis of fewer than two ranks.
         """
         if math.prod(mesh) != self.ranks or min(mesh) < 2:
             raise ConfigError(
@@ -91,11 +92,11 @@ class GraphCosts:
         return tuple(axes)
 
     def along(self, axis: int) -> GraphCosts:
-        """The costs along an axis of the mesh up to this one."""
+        """The costs along `axis`, which is this axis of the mesh or an earlier one."""
         return (*self.before, self)[axis]
 
     def move(self, source: Placement, target: Placement, nbytes: float) -> float:
-        """Seconds to move a tensor of so many bytes to another placement; infinite if nothing needs such a move."""
+        """Seconds to move a tensor of `nbytes` bytes to another placement; infinite to SUM, which no plan needs."""
         if source == target or (source == WHOLE and target >= 0):
             return 0.0
         if source == WHOLE or target == SUM:
@@ -110,7 +111,7 @@ class GraphCosts:
         return self.collectives[kind].seconds(nbytes)
 
     def operator(self, node: fx.Node, rule: ShardingRule) -> float:
-        """Seconds in which a rank computes its part of an operator, with what the ranks exchange within it."""
+        """Seconds that a rank takes for its share of an operator, including exchanges between ranks within it."""
         if node.target in (move, take_shard, exchange):
             return self._instruction(node, rule)
         exchanged = self._seconds("all-reduce", rule.exchange.nbytes) if rule.exchange else 0.0
@@ -126,7 +127,7 @@ class GraphCosts:
         return max(work, moved / self.copy) + exchanged
 
     def _instruction(self, node: fx.Node, rule: ShardingRule) -> float:
-        """Seconds of what ranks along an axis before this one exchange, where this axis divides it by a rule."""
+        """Seconds of an exchange along an earlier axis of the mesh, if this axis divides its tensor by `rule`."""
         if node.target is take_shard:
             return 0.0
         if node.target is exchange:
@@ -137,15 +138,15 @@ class GraphCosts:
         return axis.move(source, target, nbytes * (axis.ranks if source >= 0 else 1))
 
     def local(self, nbytes: float, placement: Placement) -> float:
-        """Bytes that a rank has of a tensor."""
+        """Bytes that a rank holds of a tensor of `nbytes` bytes."""
         return nbytes / self.ranks if placement >= 0 else nbytes
 
     def update(self, nbytes: float, placement: Placement) -> float:
-        """Seconds of the optimizer's step for a parameter."""
+        """Seconds of the optimizer's step for a parameter of `nbytes` bytes."""
         return _UPDATE * self.local(nbytes, placement) / self.copy
 
     def held(self, nbytes: float, placement: Placement, trained: bool) -> float:
-        """Bytes that a rank holds for a parameter: with its gradient and AdamW's state if it is trained."""
+        """Bytes that a rank holds for a tensor; for a trained parameter, with its gradient and AdamW's state."""
         return self.local(nbytes, placement) * (2 + _ADAM if trained else 1)
 
 
@@ -155,11 +156,11 @@ _SHARES: Mapping[str, Callable[[int], float]] = {
     "all-to-all": lambda ranks: (ranks - 1) / ranks,
     "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
 }
-"""Kind of collective -> bytes that a rank of a ring sends for each byte that it has."""
+"""Kind of collective -> function: number of ranks in a ring -> bytes that a rank sends per byte of its input."""
 
 
 def _among(measured: Collective, ranks: int, fewer: int) -> Collective:
-    """A collective among fewer ranks than it was measured with, on the links of a ring."""
+    """Scale a measured collective to fewer ranks, as if the ranks were connected in a ring."""
     if ranks == fewer or measured.kind not in _SHARES:
         return measured
     hops, share = (fewer - 1) / (ranks - 1), _SHARES[measured.kind](fewer) / _SHARES[measured.kind](ranks)
@@ -208,19 +209,19 @@ def ring(ranks: int, *, latency: float, bandwidth: float, flops: float, copy: fl
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an operator only views its input, and computes nothing."""
+    """Whether an operator only returns a view of its input, and computes nothing."""
     return node.target in _FREE or (is_overload(node.target) and returns_view(node.target))
 
 
 def axis_of(instruction: fx.Node) -> int:
-    """The axis of the mesh along which an instruction lets ranks exchange: its last argument."""
+    """The mesh axis along which ranks exchange in an instruction: its last argument."""
     axis = instruction.args[-1]
     assert isinstance(axis, int)
     return axis
 
 
 def flop_of(node: fx.Node) -> float:
-    """FLOP of matrix products and convolutions in an operator; 0 for others, which are bound by memory."""
+    """FLOP of matrix products and convolutions in an operator; 0 for other operators, which are bandwidth-bound."""
     args, kwargs = arguments_of(node)
     if node.target in _ATTENTION:
         queries, keys, factor = _ATTENTION[node.target]
@@ -230,10 +231,10 @@ def flop_of(node: fx.Node) -> float:
 
 
 def saved_tensors(step: StepGraph) -> dict[fx.Node, tuple[int, ...]]:
-    """What the forward pass leaves for the backward pass, beside parameters and inputs.
+    """Tensors that the forward pass saves for the backward pass, without parameters and inputs.
 
     Returns:
-        Operator -> places of its outputs that the backward pass reads, as they are or through a view.
+        Operator -> indices of its outputs that the backward pass reads, directly or through a view.
     """
     saved = dict[fx.Node, set[int]]()
     for node in step.backward:
@@ -245,7 +246,7 @@ def saved_tensors(step: StepGraph) -> dict[fx.Node, tuple[int, ...]]:
 
 
 def _owner_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The operator that computed the memory of a tensor, behind views of it."""
+    """The operator that computed a tensor before any views of it, and the index of its output."""
     owner, place = producer_of(node)
     while owner.op == "call_function" and is_view(owner):
         owner, place = producer_of(inputs_of(owner)[0])

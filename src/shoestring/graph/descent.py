@@ -1,7 +1,8 @@
-"""Improves a plan operator by operator: each takes the rule that is the fastest beside those of its neighbours.
+"""Improves a plan one operator at a time: each takes the rule that is fastest with the rules of its neighbours.
 
-Where operators decide together, all must take what is best for their sum. Descent lets each of them decide again, and
-its neighbours after it, until none can gain. It finds no change that needs several operators at once.
+The integer program gives all operators of a group the rule that is best for the group. The descent lets each operator
+choose again by itself, and then its neighbours, until no operator can make the step faster. It finds no improvement
+that needs changes of several operators at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from shoestring.graph.placements import WHOLE, Placement, ShardingRule
 from shoestring.graph.trace import StepGraph, inputs_of, outputs_of, producer_of
 
 GAIN = 1e-9
-"""Part of a step that a change must gain, so that sums of rounded numbers end."""
+"""Fraction of a step's seconds that a change must save; otherwise rounding errors could keep the descent from
+ending."""
 
 
 class _Edge(NamedTuple):
@@ -25,10 +27,10 @@ class _Edge(NamedTuple):
 
     producer: fx.Node
     place: int
-    """Which output of the producer it is."""
+    """Index of the tensor among the producer's outputs."""
     reader: fx.Node
     slot: int
-    """Which input of the reader it is; -1 for a gradient, which lies as its parameter does."""
+    """Index of the tensor among the reader's inputs; -1 for a gradient, which must have its parameter's placement."""
     nbytes: float
 
 
@@ -36,10 +38,10 @@ class Descent:
     """A plan that is being improved.
 
     Args:
-        rules: the plan: a rule for each operator, and for each placeholder one that has only an output.
+        rules: the plan: a rule for each operator; for each placeholder, a rule that has only an output.
         choices: the rules that each node may take.
-        alike: a number for each node; nodes with the same one compute the same on tensors of the same sizes.
-        objective: predicted seconds of the plan. memory: bytes that a rank holds by it.
+        alike: a class number for each node; nodes of one class compute the same function of tensors of the same sizes.
+        objective: predicted seconds of the plan. memory: bytes that a rank holds under the plan.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Descent:
         self._saved, self._names = saved_tensors(step), {node: name for name, node in step.nodes.parameters.items()}
         self._known = dict[tuple[int, ShardingRule], float]()
         self._results = defaultdict[fx.Node, list[tuple[int, float]]](list)
-        """Operator -> (which of its outputs the step returns, its bytes)."""
+        """Operator -> (index, bytes) of each of its outputs that the step returns."""
         for node in step.results:
             producer, place = producer_of(node)
             self._results[producer].append((place, node.meta["val"].nbytes))
@@ -76,7 +78,7 @@ class Descent:
             yield _Edge(*producer_of(gradient), parameter, -1, parameter.meta["val"].nbytes)
 
     def run(self, room: float) -> None:
-        """Change rules until no operator gains by another one, holding at most so many bytes."""
+        """Change rules until no single change makes the step faster; a rank may hold at most `room` bytes."""
         waiting, queued = deque(self.rules), set(self.rules)
         while waiting:
             node = waiting.popleft()
@@ -97,7 +99,7 @@ class Descent:
                         waiting.append(other)
 
     def _seconds(self, node: fx.Node, rule: ShardingRule) -> float:
-        """Seconds that depend on a node's rule: its own, those of moves to it and from it, and the optimizer's."""
+        """Seconds that depend on a node's rule: its computation, moves to and from it, and its optimizer step."""
         seconds = self._own(node, rule)
         for edge in self._into[node]:
             start = (rule if edge.producer is node else self.rules[edge.producer]).outputs[edge.place]
@@ -114,14 +116,14 @@ class Descent:
         return seconds
 
     def _own(self, node: fx.Node, rule: ShardingRule) -> float:
-        """Seconds in which a rank computes its part of an operator."""
+        """Seconds that a rank takes for its share of an operator."""
         key = self.alike[node], rule
         if key not in self._known:
             self._known[key] = self.costs.operator(node, rule) if node.op == "call_function" else 0.0
         return self._known[key]
 
     def _held(self, node: fx.Node, rule: ShardingRule) -> float:
-        """Bytes that a rank holds of what a node computes, or of a parameter with what belongs to it."""
+        """Bytes that a rank holds of a node's saved outputs, or of a parameter with gradient and optimizer state."""
         outputs = outputs_of(node)
         places = [0] if node.op == "placeholder" else self._saved.get(node, ())
         trained = self._names.get(node) in self.step.nodes.gradients

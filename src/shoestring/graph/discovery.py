@@ -1,14 +1,13 @@
-"""Finds sharding rules of an operator by trying it: what it computes of shards is compared with what it computes of the
-whole tensors.
+"""Finds sharding rules of an operator by trying it: compares its outputs on shards with those on whole tensors.
 
 torch has no rules for operators that a program defines itself (`torch.library.custom_op`). Such an operator is computed
-on small tensors of random numbers, on their halves along each axis, and on random summands of them. An output of the
-halves may be the whole output again if it is concatenated, added or averaged, or be whole already. A rule is one that
-holds for several sizes, for two draws each and for several numbers of shards (Bian et al., *EasyDist*, 2023, call this
-ShardCombine).
+on small tensors of random numbers, on their halves along each axis, and on random summands of them. The outputs of the
+halves may make up the whole output when they are concatenated, added or averaged, or each may already be the whole
+output. Such a combination is a rule if it holds for several sizes, for two random draws of each, and for several
+numbers of shards (Bian et al., *EasyDist*, 2023, call this ShardCombine).
 
-The operator is a stranger here: it may crash, hang or write. So it is tried in a sandbox of its own, which ends with
-it, and what goes wrong there is the reason why the operator stays whole.
+The operator is untrusted code: it may crash, hang or write data. So it is tried in a sandbox process of its own. A
+failure there becomes the reason why the operator is not divided.
 """
 
 from __future__ import annotations
@@ -40,14 +39,15 @@ from shoestring.graph.placements import (
 from shoestring.sandbox import USUAL, SandboxBounds, described, run_in_sandbox
 
 MEAN: Placement = -3
-"""An output of which ranks have numbers whose mean is the whole: they average it at once."""
-_MOST = 625  # combinations of placements that are tried: all of four tensors of four dimensions
-_LARGEST = 1 << 20  # entries of all inputs together
-_SIZES, _DRAWS = 3, 2  # sets of sizes, and draws for each
+"""Placement of an output that is the mean of the ranks' outputs; the ranks average it within the operator."""
+_MOST = 625  # largest number of combinations of placements tried: all of four 4-d tensors
+_LARGEST = 1 << 20  # largest number of entries of all inputs together
+_SIZES, _DRAWS = 3, 2  # sets of sizes that are tried, and random draws of each
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _ROUGH = 1e-2
-"""How close outputs must be, relative to their largest entry, by their type: that of fewer bits."""
+"""Tolerances, relative to the largest entry of the outputs: `_CLOSE` by data type, `_ROUGH` for all other types. The
+largest tolerance of the data types of all inputs and outputs applies."""
 
 Row = tuple[Sequence[Placement], Sequence[Placement]]
 """Placements of an operator's inputs, and of its outputs."""
@@ -61,11 +61,11 @@ def discover(
     ranks: int,
     bounds: SandboxBounds = USUAL,
 ) -> tuple[list[ShardingRule], str]:
-    """Rules of an operator, found by trying, and why there are none.
+    """Find rules of an operator by trying it; returns the rules and, if there are none, the reason.
 
     Args:
-        args, kwargs: its arguments, with tensors without data.
-        outputs: what it returns for them, without data.
+        args, kwargs: the operator's arguments, with tensors without data.
+        outputs: what the operator returns for these arguments, without data.
     """
     if reason := _not_tried(op):
         return [], reason
@@ -81,7 +81,7 @@ def discover(
         reason = str(answer["reason"])
     except LimitError as error:
         return [], str(error)
-    except (ValueError, TypeError, KeyError, RecursionError):  # the operator wrote into the connection
+    except (ValueError, TypeError, KeyError, RecursionError):  # the operator wrote into the connection itself
         return [], "its process answered with something else"
     return rules, "" if rules else reason
 
@@ -92,7 +92,7 @@ def parts_of(ranks: int) -> tuple[int, ...]:
 
 
 def _not_tried(op: Any) -> str:
-    """Why an operator cannot be divided, as far as its signature says so."""
+    """Why an operator's signature rules out dividing it; empty if it does not."""
     if not is_overload(op):
         return "it is not an operator of torch's dispatcher"
     if torch.Tag.nondeterministic_seeded in op.tags:
@@ -103,10 +103,10 @@ def _not_tried(op: Any) -> str:
 
 
 def _checked(row: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> ShardingRule:
-    """A rule that a process has answered, of which nothing is known.
+    """Convert a row of the sandbox's reply, which is untrusted, to a rule.
 
     Raises:
-        ValueError, TypeError: it is no rule of such tensors.
+        ValueError, TypeError: the row is no rule for these tensors.
     """
     read, computed = row
     for places, tensors in ((read, inputs), (computed, outputs)):
@@ -123,7 +123,7 @@ def _checked(row: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None
 
 
 def _averaging(means: Sequence[bool], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> Any:
-    """A rank's outputs, of which those that are marked are averaged over the ranks."""
+    """Compute a rank's outputs; those marked in `means` are averaged over the ranks (see `InnerExchange`)."""
     outputs = list[Any]()
     for output, mean in zip(_rows(op(*args, **kwargs)), means, strict=True):
         outputs.append((yield output / ranks) if mean else output)
@@ -142,18 +142,18 @@ class _NoRulesError(Exception):
 
 
 class _UntakenError(Exception):
-    """The operator does not take such inputs."""
+    """The operator does not accept the inputs that were tried."""
 
 
 def _warm_up() -> None:
-    torch.set_num_threads(1)  # threads of the process that was forked do not exist here
+    torch.set_num_threads(1)  # the threads of the parent process do not exist in its fork
     square = torch.ones(64, 64)
     (square @ square).sum()
 
 
 @dataclass(frozen=True)
 class OperatorTrial:
-    """An operator with arguments without data, to be tried on shards."""
+    """An operator to be tried on shards, with arguments without data."""
 
     op: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -161,7 +161,7 @@ class OperatorTrial:
     parts: tuple[int, ...]
 
     def answer(self) -> bytes:
-        """The rules that were found, as JSON: rows of placements of the inputs and of the outputs; or the reason."""
+        """Try the operator; returns as JSON the rules (placements of inputs and outputs) and why there are none."""
         with real_tensors(), torch.no_grad():
             try:
                 rules, reason = self._search()
@@ -188,7 +188,7 @@ class OperatorTrial:
         return rules, "its outputs are no shards, sums or means of what it computes of shards"
 
     def _samples(self) -> list[Sample]:
-        """Inputs that the operator takes: of several sizes, and several draws of each."""
+        """Inputs that the operator accepts: of several sizes, with several random draws of each."""
         tensors = [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
         floating, why = any(tensor.is_floating_point() for tensor in tensors), "it takes no sizes that were tried"
         for double, positive in product((True, False), (False, True)) if floating else [(True, False)]:
@@ -208,11 +208,11 @@ class OperatorTrial:
         raise _NoRulesError(why)
 
     def _sizes(self, tensors: Sequence[Tensor]) -> list[dict[int, int]]:
-        """Small sizes in place of those that the tensors have: equal ones stay equal, and can be divided."""
+        """Small sizes to replace the tensors' own: equal sizes stay equal, and divisible sizes stay divisible."""
         sizes = sorted({size for tensor in tensors for size in tensor.shape if size > 1})
         unit = math.lcm(*self.parts)
         tried = [{size: 2 * unit * (place + more) for place, size in enumerate(sizes)} for more in (1, 2)]
-        for factor in (64, 16, 4, 2, 1):  # keeps which sizes divide which
+        for factor in (64, 16, 4, 2, 1):  # mostly keeps which sizes divide which
             tried.append({size: size // factor if size % (factor * unit) == 0 else size for size in sizes})
 
         def entries(by: dict[int, int]) -> int:
@@ -221,7 +221,7 @@ class OperatorTrial:
         return [by for place, by in enumerate(tried) if by not in tried[:place] and entries(by) <= _LARGEST]
 
     def _candidates(self, inputs: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-        """Placements of the inputs that may make a rule: shards of some, or summands of some."""
+        """Placements of the inputs to try: some inputs in shards, or some as summands."""
         whole = (WHOLE,) * len(inputs)
         options = [[WHOLE, *(dim for dim, size in enumerate(tensor.shape) if size > 1)] for tensor in inputs]
         if math.prod(map(len, options)) <= _MOST:
@@ -236,7 +236,7 @@ class OperatorTrial:
     def _some_candidates(
         self, inputs: Sequence[Tensor], options: Sequence[Sequence[Placement]]
     ) -> Iterator[tuple[Placement, ...]]:
-        """One or two inputs divided along any axis, and all along the first axis of one size."""
+        """A selection for many inputs: one or two sharded along any axis, or all along their first axis of one size."""
         tried = dict[tuple[Placement, ...], None]()
         for size in sorted({size for tensor in inputs for size in tensor.shape if size > 1}):
             shapes = [tuple(tensor.shape) for tensor in inputs]
@@ -250,22 +250,22 @@ class OperatorTrial:
 
 
 def _preference(place: Placement) -> tuple[bool, int]:
-    """Whole, then shards, then what has to be added up or averaged."""
+    """Sort key of placements: whole, then shards, then those that must be added up or averaged."""
     return place < WHOLE, abs(place - WHOLE)
 
 
 @dataclass
 class Sample:
-    """Inputs of an operator, and what it computes of them.
+    """Inputs of an operator, and its outputs for them.
 
     Args:
-        sizes: size of a tensor -> the size that it has here.
+        sizes: size in the operator's arguments -> size in this sample.
         double: whether floating-point inputs are in double precision.
-        positive: whether they lie between 0 and 1.
+        positive: whether floating-point inputs lie between 0 and 1.
 
     Raises:
         _UntakenError: the operator does not take these inputs.
-        _NoRulesError: it does something that no rule allows.
+        _NoRulesError: the operator does something that no rule allows.
     """
 
     trial: OperatorTrial
@@ -307,13 +307,13 @@ class Sample:
         return torch.randint(2 if dtype == torch.bool else self._below, shape, generator=draw).to(dtype)
 
     def call(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The operator's outputs for such inputs."""
+        """The operator's outputs for these tensors."""
         left = iter(tensors)
         args, kwargs = tree_map_only(Tensor, lambda _: next(left), self.trial.arguments)
         return _rows(self.trial.op(*args, **kwargs))
 
     def _check(self, again: Sequence[Any]) -> None:
-        """Compare what two calls have computed, with each other and with what the operator declares."""
+        """Compare the outputs of two calls with each other and with what the operator declares."""
         self.check_inputs()
         if not all(self._well_formed(outputs) for outputs in (self.outputs, again)):
             raise _NoRulesError("it returns something else than the tensors that it declares")
@@ -335,17 +335,17 @@ class Sample:
             raise _NoRulesError("it returns tensors of other shapes or types than it declares")
 
     def _well_formed(self, outputs: Sequence[Any]) -> bool:
-        """Whether they are as many as the operator declares, and tensors."""
+        """Whether there are as many outputs as the operator declares, all of them tensors or None."""
         return len(outputs) == self.trial.outputs and all(one is None or isinstance(one, Tensor) for one in outputs)
 
     def check_inputs(self) -> None:
-        """Raises: _NoRulesError, if the operator has changed its inputs."""
+        """Raise _NoRulesError if the operator has changed its inputs."""
         if not all(map(torch.equal, self.inputs, self._originals)):
             raise _NoRulesError("it changes its inputs")
 
     @cached_property
     def _close(self) -> float:
-        """How close outputs of a rule must be to the whole ones: single precision inside counts."""
+        """Tolerance of a rule's outputs; that of single precision if the operator rounds float64 inputs to it."""
         types = {tensor.dtype for tensor in (*self.inputs, *self.outputs) if tensor is not None}
         coarsest = max((_CLOSE.get(dtype, _ROUGH) for dtype in types if dtype.is_floating_point), default=1e-9)
         rounded = [one.float().to(one.dtype) if one.dtype == torch.float64 else one for one in self.inputs]
@@ -356,10 +356,10 @@ class Sample:
     def outcomes(
         self, placements: Sequence[Placement], possible: Sequence[frozenset[Placement]], combined: set[str]
     ) -> list[frozenset[Placement]]:
-        """The placements, out of the possible ones, that each output has if the inputs are placed like this.
+        """The placements among the `possible` ones that each output has if the inputs have `placements`.
 
         Args:
-            combined: gets the name of a way to combine outputs that no placement has.
+            combined: set to which the name of a combination is added that no placement expresses, such as "maximum".
         """
         left = list(possible)
         for parts in self.trial.parts:
@@ -388,7 +388,7 @@ class Sample:
         return left
 
     def _joins(self, shards: Sequence[Any], place: Placement, whole: Tensor | None) -> bool:
-        """Whether the outputs of all ranks, placed like this, are the whole output."""
+        """Whether the ranks' outputs, with this placement, make up the whole output."""
         if whole is None or any(shard is None for shard in shards):
             return place == WHOLE and whole is None and all(shard is None for shard in shards)
         if place >= 0:
@@ -407,7 +407,7 @@ class Sample:
         return difference([one], [whole]) <= self._close
 
     def _otherwise(self, rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-        """Names of ways in which all outputs combine, that are no placements."""
+        """Names of combinations that give the whole outputs but are no placements."""
         columns = list(zip(*rows, strict=True))
         for name, combine in (("maximum", torch.amax), ("minimum", torch.amin)):
             if all(

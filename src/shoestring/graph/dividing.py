@@ -1,4 +1,4 @@
-"""Trains by a plan of operators: each rank holds what the plan gives it, and runs its own program in each step."""
+"""Trains with split operators: each rank holds its shards of the weights, and runs its own program in each step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attach(attachments: Attachments, settings: Split) -> None:
         return
     attachments.claim(settings.over, trained=True, whole=True)
     plan = chosen(attachments, settings)
-    assert plan is not None  # only a check without ranks has none
+    assert plan is not None  # None only in `shoestring check` without an example
     traced, alike = trace_job(attachments, settings), attachments.world.alike
     alike({f"{settings.name}: traced step": traced.digest}, "start all ranks with the same code, versions and data")
     if traced.digest != plan.digest:
@@ -61,7 +61,7 @@ def attach(attachments: Attachments, settings: Split) -> None:
 
 
 class SplitStep:
-    """A rank's part of the model and of each step."""
+    """The shards of the model that a rank holds, and the program that it runs in each step."""
 
     def __init__(
         self,
@@ -77,15 +77,16 @@ class SplitStep:
         self.traced, self.plan, self.program = traced, plan, program
         self.group, self.groups = world.group(axes), [group for axis in axes if (group := world.group([axis]))]
         self.mesh, self.ranks, self.index = mesh[axes], program.ranks, world.index_over(axes)
-        world.mesh_over(axes)  # torch then gathers what several axes divide in one message
+        world.mesh_over(axes)  # torch then gathers tensors sharded along several axes in one message
         self.traffic = MessageTotals()
         self.stepped: dict[str, DTensor] = {}
-        """Name of a parameter -> what this rank has of it, which the optimizer steps."""
+        """Name of a parameter -> DTensor of this rank's shard (or of the whole parameter), which the optimizer
+        steps."""
         self.parts: dict[str, nn.Parameter] = {}
-        """Name of a parameter -> the shard that the model holds in its place."""
+        """Name of a sharded parameter -> the shard that the model holds instead of it."""
         self._turn = 0
         self._whole: list[tuple[nn.Module, str, nn.Parameter]] = []
-        """(module, name, shard) of the parameters that are whole for the duration of an evaluation."""
+        """(module, name, shard) of the parameters that are whole until the running evaluation ends."""
         holders = (node for node in traced.step.graph.nodes if node.op == "placeholder")
         self.placements = dict(zip(holders, program.inputs, strict=True))
         self.buffers = {name: self.model.get_buffer(name.removeprefix(PREFIX)) for name in traced.step.nodes.buffers}
@@ -93,7 +94,7 @@ class SplitStep:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Let this rank hold its parts, the optimizer step them, and each step run the program."""
+        """Replace parameters by this rank's shards, which the optimizer steps, and let steps run the program."""
         attachments, facts = self.attachments, self.attachments.trace.facts
         # Ranks may have initialised their weights differently, so all take those of the first rank.
         broadcast_tensors([*self.model.parameters(), *self.model.buffers()], self.group)
@@ -117,7 +118,7 @@ class SplitStep:
         facts |= {names.SENT_FACT: 0.0, names.WAITED_FACT: 0.0, names.MESSAGES_FACT: len(self.program.messages)}
 
     def _placed(self, whole: Tensor, at: Sequence[Placement]) -> DTensor:
-        """What this rank has of a parameter: a shard of its own, or all of it."""
+        """A DTensor of this rank's shard of a parameter, or of the whole parameter."""
         local = self._part(whole, at)
         local = whole if local is whole else local.clone()
         placements = [Shard(dim) if dim >= 0 else Replicate() for dim in at]
@@ -127,7 +128,7 @@ class SplitStep:
         return placed
 
     def _part(self, whole: Tensor, at: Sequence[Placement]) -> Tensor:
-        """What this rank has of a tensor."""
+        """This rank's shard of a tensor, or the whole tensor."""
         return divide_over(whole, at, self.program.mesh)[self.index]
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class SplitStep:
 
     @torch.no_grad()
     def _step(self, micro: MicroBatches, batch: Batch) -> None:
-        """Run the program for a micro-batch: adds its loss and its gradients, and writes new values of buffers."""
+        """Run the program on a micro-batch: add its loss and its gradients to the step's, and update buffers."""
         form = BatchForm.of(batch)
         if form != self.traced.form:
             raise ConfigError(
@@ -183,8 +184,7 @@ class SplitStep:
             micro.add(total, count)
 
     def _values(self, micro: MicroBatches, batch: Batch) -> list[Tensor]:
-        """What this rank gives to the program: its parts of parameters and of the batch, buffers, and the gradient at
-        which the backward pass begins."""
+        """This rank's inputs of the program: its shards of parameters and batch, buffers, and the loss's gradient."""
         nodes, values = self.traced.step.nodes, dict[fx.Node, Tensor]()
         for node in nodes.tangents:
             like = node.meta["val"]
@@ -211,7 +211,7 @@ class SplitStep:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, micro: MicroBatches) -> None:
-        """Compute the loss of batches by the whole model; ranks take turns, so one rank computes each batch."""
+        """Compute the loss of batches with the whole model; each batch is computed by one rank, in rotation."""
         if not self._whole:
             self._gather()
         for batch in micro.batches:
@@ -221,7 +221,7 @@ class SplitStep:
                     micro.loss(micro.forward(batch), batch)
 
     def _gather(self) -> None:
-        """Gather the parameters of which ranks have shards into the model, until the evaluation ends. A collective."""
+        """Put whole parameters into the model in place of its shards, until the evaluation ends. A collective."""
         whole = {
             part: nn.Parameter(self.stepped[name].full_tensor(), requires_grad=False)
             for name, part in self.parts.items()
@@ -233,7 +233,7 @@ class SplitStep:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Context around an evaluation, which begins with the first rank's turn and ends without whole parameters."""
+        """Context around an evaluation: the first rank computes the first batch; at the end, shards are put back."""
         self._turn = 0
         try:
             yield
@@ -252,7 +252,7 @@ def _parameters_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parame
 
 
 def _apart(value: Tensor, taken: set[int]) -> Tensor:
-    """A gradient that shares memory with no other tensor, because gradients are changed in place."""
+    """A gradient, copied if it shares memory with another tensor, because gradients are changed in place."""
     storage = value.untyped_storage()
     if storage.data_ptr() in taken or storage.nbytes() != value.nbytes or not value.is_contiguous():
         return value.clone(memory_format=torch.contiguous_format)

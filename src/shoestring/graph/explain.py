@@ -1,4 +1,4 @@
-"""Says in words how a step is divided, what that costs, and why operators stay whole."""
+"""Describes how a step is divided, what the division costs, and why some operators are not divided."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from shoestring.graph.trace import JointTrace, inputs_of, pattern_of, trace
 from shoestring.planning.cluster import Cluster
 
 WORTH = 0.01
-"""Part of a step below which an order of messages is said to be useless."""
+"""Fraction of a step's seconds; if another order of messages saves less, the description says so."""
 SHOWN = 8
-"""Number of moves, and of kinds of operators that stay whole, that are shown."""
+"""Largest number of moves that are listed, and of kinds of undivided operators."""
 
 
 class Move(NamedTuple):
@@ -40,22 +40,22 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class ExplainedPlan:
-    """A plan, and what it was chosen from."""
+    """A plan, with the rules and costs that it was searched with and the plans of usual ways to train."""
 
     step: JointTrace
     books: Mapping[int, RuleBook]
-    """Number of ranks -> rules."""
+    """Number of ranks -> rules of operators."""
     costs: tuple[GraphCosts, ...]
     """Costs along each axis of the mesh."""
     plan: MeshPlan
     usual: Mapping[str, MeshPlan]
-    """The usual ways to train, on all ranks as one axis -> the best plan that has their placements of parameters and
-    batch; with a mesh, also what the search finds on one axis."""
+    """Name of a usual way to train -> the best plan with its placements of parameters and batch, on all ranks as one
+    axis. With a mesh, also the plan that the search finds for all ranks as one axis."""
     prefix: str = ""
-    """Beginning of all parameters' names, which is not shown."""
+    """Prefix of all parameter names, which is not shown."""
 
     def moves(self) -> list[Move]:
-        """What ranks exchange between operators, and of gradients, in order."""
+        """The tensors, with gradients, that ranks exchange between operators, in order."""
         moves, step = list[Move](), self.plan.divided.step
         gradients = {node: name for name, node in step.nodes.gradients.items()}
         for node in step.operators:
@@ -73,7 +73,7 @@ class ExplainedPlan:
         return moves
 
     def lines(self) -> Iterator[str]:
-        """Describe the plan, at most in a screenful."""
+        """Yield the lines of a description of the plan."""
         yield from self._traced()
         yield ""
         yield "predicted   memory of a rank   way"
@@ -91,11 +91,11 @@ class ExplainedPlan:
 
     @cached_property
     def overlapped(self) -> OverlappedProgram:
-        """A rank's program for the plan, with messages that travel while the rank computes."""
+        """A rank's program for the plan, with messages that overlap computation."""
         return overlap(self.plan.divided.program(), self.costs[-1])
 
     def _schedule(self) -> Iterator[str]:
-        """What another order of messages, tiles and fused messages would gain."""
+        """Describe what another order of messages, tiles and fused messages gain."""
         one = self.overlapped
         rows = (
             (one.serial, "one after the other"),
@@ -144,7 +144,7 @@ class ExplainedPlan:
             yield f"  {placed:{5 * len(self.costs) - 1}} {pattern}" + (f" ({len(names)})" if len(names) > 1 else "")
 
     def _messages(self) -> Iterator[str]:
-        """What ranks exchange, in sum, and the tensors that take the longest."""
+        """Totals of what ranks exchange, and the exchanges that take the longest."""
         moves = self.moves()
         inside = [node for node in self.plan.divided.step.operators if node.target is exchange]
         counts = Counter(one.kind for one in moves)
@@ -158,7 +158,7 @@ class ExplainedPlan:
 
 
 def _operator(node: fx.Node) -> str:
-    """The operator that a node computes, or the instruction that it is."""
+    """Name of the operator that a node computes, or that it exchanges numbers for."""
     if node.target is exchange:
         return str(node.args[1])
     return "another exchange" if node.target in (move, take_shard) else str(node.target)
@@ -180,15 +180,16 @@ def explain(
     settings: SplitSearch | None = None,
     mesh: Sequence[int] = (),
 ) -> ExplainedPlan:
-    """Trace the step of a model that returns its loss, and search how a host's ranks divide its operators.
+    """Trace the step of a model that returns its loss, and search how to divide it among a host's ranks.
 
     Args:
-        inputs: a batch, for all ranks together; only shapes and data types are used.
+        inputs: a batch of all ranks' samples; only shapes and data types are used.
         cluster: a host that `shoestring probe` measured, or that `costs.ring` assumes.
-        mesh: number of ranks along each axis of a mesh of the host's ranks; without it, they are one axis.
+        mesh: number of ranks along each axis of a mesh of the host's ranks; if empty, all ranks form one axis.
 
     Raises:
-        ConfigError: the model cannot be traced, the mesh has not as many ranks, or no plan fits into the memory.
+        ConfigError: the model cannot be traced, the mesh has another number of ranks than the host, or no plan fits
+            into the memory.
     """
     step, costs = trace(model, *inputs), GraphCosts.of(cluster)
     axes, line = costs.over(mesh or (costs.ranks,)), costs.over((costs.ranks,))

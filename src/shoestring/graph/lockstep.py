@@ -1,4 +1,4 @@
-"""Computes divided operators on all ranks within one process: to check rules, and whole plans, against one rank."""
+"""Computes the divided operators of all ranks in one process, to compare rules and plans with undivided operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoestring.graph.trace import JointTrace, StepGraph, arguments_of, inputs_o
 
 aten = torch.ops.aten
 Plan = Mapping[fx.Node, ShardingRule]
-"""A rule for each operator, and for each placeholder one that has only an output."""
+"""A rule for each operator; for each placeholder, a rule that has only an output."""
 _SIZED = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -34,17 +34,17 @@ _SIZED = {
 """Operators whose second argument is the size of their output."""
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
-"""Operators whose output has no values yet."""
+"""Operators whose output is uninitialised memory."""
 
 
 def compute(node: fx.Node, rule: ShardingRule, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
-    """Compute an operator by a rule on all ranks.
+    """Compute an operator by a rule, for all ranks.
 
     Args:
-        inputs: what each rank has of each tensor input, in the order of `inputs_of`: inputs[place][rank].
+        inputs: each rank's local tensor of each tensor input, in the order of `inputs_of`: inputs[place][rank].
 
     Returns:
-        What each rank has of each output: outputs[place][rank].
+        Each rank's local tensor of each output: outputs[place][rank].
     """
     ranks = len(inputs[0]) if inputs else 1
     calls = [local_arguments(node, rule, [shards[rank] for shards in inputs], ranks) for rank in range(ranks)]
@@ -58,14 +58,14 @@ def compute(node: fx.Node, rule: ShardingRule, inputs: Sequence[Sequence[Tensor]
 
 
 def local_operator(node: fx.Node) -> Any:
-    """The operator that computes a shard: `reshape` in place of a view, which a shard's layout may not allow."""
+    """The operator to compute a shard with: `reshape` instead of a view, which a shard's strides may not allow."""
     return aten.reshape.default if node.target in _VIEWS else node.target
 
 
 def local_arguments(
     node: fx.Node, rule: ShardingRule, tensors: Sequence[Any], ranks: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A rank's arguments: its shards (or nodes that compute them), and sizes as they are of its outputs."""
+    """An operator's arguments on one rank: local tensors (or nodes that compute them), and sizes of its output."""
     left = iter(tensors)
     args, kwargs = arguments_of(node, lambda source: next(left))
     args = list(args)
@@ -77,7 +77,7 @@ def local_arguments(
 
 
 def sum_together(computations: Sequence[Any]) -> list[Any]:
-    """Run the generators of all ranks, and send each the sum of what all of them yielded; returns their results."""
+    """Run the generators of all ranks, send each the sum of the tensors that they yielded, and return their results."""
     sent: list[Any] = [None] * len(computations)
     while True:
         yielded, results = list[Tensor](), list[Any]()
@@ -93,7 +93,7 @@ def sum_together(computations: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """How far the outputs of a divided operator are from those of the whole one."""
+    """How far the outputs of a divided operator are from those of the undivided operator."""
 
     node: fx.Node
     rule: ShardingRule
@@ -159,7 +159,7 @@ def _check(
 
 
 def _joined(computed: Sequence[Sequence[Tensor | None]], placements: Sequence[Placement]) -> list[list[Tensor | None]]:
-    """The joined outputs of an operator: as each rank has them, where outputs are whole on all ranks."""
+    """For each rank, an operator's joined outputs; an output with placement WHOLE is the rank's own."""
 
     def of_rank(rank: int) -> list[Tensor | None]:
         pairs = zip(computed, placements, strict=True)
@@ -169,7 +169,7 @@ def _joined(computed: Sequence[Sequence[Tensor | None]], placements: Sequence[Pl
 
 
 def real_values(step: JointTrace, model: nn.Module, *inputs: Any) -> dict[fx.Node, Tensor]:
-    """Values of the placeholders of a step that was traced of this model on such inputs; the loss's gradient is 1."""
+    """Values of the placeholders of a step that was traced from `model` and such inputs; the loss's gradient is 1."""
     nodes = step.nodes
     values = {node: model.get_parameter(name).detach() for name, node in nodes.parameters.items()}
     values |= {node: model.get_buffer(name) for name, node in nodes.buffers.items()}
@@ -189,7 +189,7 @@ def run_whole(step: JointTrace, values: Mapping[fx.Node, Tensor]) -> list[Tensor
 
 
 def run_divided(step: StepGraph, plan: Plan, values: Mapping[fx.Node, Tensor], ranks: int) -> list[Tensor | None]:
-    """Compute a step by a plan on all ranks; returns the same as `run_whole`."""
+    """Compute a step by a plan, for all ranks; returns the same as `run_whole`."""
     placed = dict[fx.Node, list[tuple[list[Any], Placement]]]()
     with torch.no_grad():
         for node in step.graph.nodes:
@@ -211,12 +211,12 @@ def run_divided(step: StepGraph, plan: Plan, values: Mapping[fx.Node, Tensor], r
 
 
 def _moved(shards: list[Tensor], placement: Placement, to: Placement, ranks: int) -> list[Tensor]:
-    """Move a tensor to another placement."""
+    """Move a tensor, of which `shards` are the local tensors, to another placement."""
     return shards if placement == to else divide(join(shards, placement), to, ranks)
 
 
 def random_plan(step: StepGraph, book: RuleBook, draw: random.Random) -> dict[fx.Node, ShardingRule]:
-    """A plan that takes any rule for each operator; only what was computed as a sum is taken as one."""
+    """Draw a rule for each operator; rules that read a sum are drawn only if the input was computed as a sum."""
     plan = dict[fx.Node, ShardingRule]()
     placements = dict[fx.Node, Sequence[Placement]]()
     for node in step.tensors:

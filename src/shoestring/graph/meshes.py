@@ -1,9 +1,9 @@
-"""Searches how ranks that are arranged in a mesh divide a step: along one axis after the other.
+"""Searches how the ranks of a mesh divide a step, along one axis of the mesh after the other.
 
-What a rank computes after the first axis has divided the step is a step as well, with messages among its operators, and
-the next axis divides that one exactly. What is best along the first axis depends on the later ones, so several plans
-along it are tried: the one that the search finds, and the usual ways to train. This is no optimum: the first axis
-cannot know what the next one makes of it.
+After the first axis has divided a step, each rank computes a smaller step, whose operators include moves; the next axis
+divides this step. Which plan is best along the first axis depends on the later axes, so several plans are tried there:
+the plan that the search finds, and the usual ways to train. The result need not be optimal, because a search along one
+axis does not foresee the later axes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class MeshPlan:
     """How a step is divided along the axes of a mesh."""
 
     steps: tuple[StepGraph, ...]
-    """The step that each axis divides: what the axes before it leave to a rank."""
+    """The step that each axis divides: what one rank computes after the earlier axes."""
     axes: tuple[GraphPlan, ...]
     """The plan along each axis."""
     divided: DividedStep
-    """What one rank computes."""
+    """The step that one rank of the mesh computes."""
 
     @property
     def objective(self) -> float:
@@ -41,7 +41,7 @@ class MeshPlan:
 
     @property
     def memory(self) -> float:
-        """Bytes that parameters, gradients, optimizer state and saved activations of a rank take."""
+        """Bytes of a rank's parameters, gradients, optimizer state and saved activations."""
         return self.axes[-1].memory
 
 
@@ -57,7 +57,7 @@ def search_mesh(
     Args:
         axes: costs along each axis (`GraphCosts.over`).
         pinned: placements that parameters and inputs must have along every axis; everything else stays free.
-        books: rules by numbers of ranks, to find them once for several searches.
+        books: number of ranks -> rules; shared by several searches, so that rules are found only once.
 
     Raises:
         ConfigError: scipy is not installed, no plan fits into the memory, or the solver found none in time.
@@ -73,7 +73,7 @@ def _search(
     pinned: Pinned,
     books: Mapping[int, RuleBook],
 ) -> MeshPlan:
-    """Find a plan along all axes that are left."""
+    """Find a plan along all remaining axes."""
     if not axes:
         return MeshPlan((), (), divided)
     axis, *later = axes
@@ -101,5 +101,5 @@ def _search(
 
 
 def _both(first: Pinned, second: Pinned) -> Pinned:
-    """Placements that the first asks for, and elsewhere those of the second."""
+    """The placements that `first` requires; where it requires none, those of `second`."""
     return lambda name: second(name) if (wanted := first(name)) is None else wanted

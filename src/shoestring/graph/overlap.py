@@ -1,9 +1,10 @@
-"""Orders a rank's program so that messages travel while the rank computes, and splits or fuses messages for that.
+"""Reorders a rank's program so that messages overlap computation, and splits or fuses messages for this purpose.
 
-A message is critical if too little work that does not wait for it is left to do meanwhile, so that the processor waits.
-Critical messages are split into tiles where the step then ends earlier, with all that tiles cost more: latencies,
-launches of operators, and reading weights again. Short messages are fused, and all is put into an order by
-`planning.schedule`. It is a function of the program and the costs, so all ranks that have both equal have one order.
+A message is critical if the processor must wait for it, because too little other work is left that does not depend on
+it. Critical messages are split into tiles if the step then ends earlier in spite of the extra costs of tiles
+(latencies, launches of operators, and reading weights again). Short messages are fused, and `planning.schedule` orders
+operators and messages. The order depends only on the program and the costs, so ranks with equal programs and costs find
+the same order.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from shoestring.planning.schedule import TaskOrder, in_order, lower_bound, sched
 from shoestring.planning.simulate import Task, makespan, simulate
 
 TILES = (2, 4)
-"""Numbers of tiles that are tried."""
+"""Numbers of tiles per message that are tried."""
 PRODUCTS = (1, 2)
-"""Numbers of matrix products before and behind a message with which tiles are tried."""
+"""Numbers of matrix products before and after a message that are tiled with it, to try."""
 KINDS = 4
-"""Number of kinds of critical messages that are tried in tiles; messages in equal neighbourhoods are one kind."""
+"""Number of kinds of critical messages for which tiles are tried; messages in equal neighbourhoods are one kind."""
 GAIN = 0.002
-"""Part of a step that tiles of a kind of messages must save."""
+"""Fraction of a step's seconds that tiles for one kind of messages must save."""
 ROUNDS = 100
-"""Effort of finding an order: see `planning.schedule`."""
+"""Rounds in which `planning.schedule` improves the order."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,21 @@ class OverlappedProgram:
     program: RankProgram
     schedule: TaskOrder
     serial: float
-    """Seconds of the program as it was, with nothing at the same time."""
+    """Seconds of the original program if nothing overlaps."""
     traced: float
-    """Seconds of the program as it was, with messages that begin as soon as their tensors exist."""
+    """Seconds of the original program if messages begin as soon as their tensors exist."""
     exposed_traced: float
-    """Seconds of them in which the processor waits."""
+    """Seconds, of `traced`, in which the processor waits."""
     exposed: float
     """Seconds of the ordered program in which the processor waits."""
     tiled: int
-    """Number of messages, of the program as it was, that are split into tiles."""
+    """Number of messages of the original program that are split into tiles."""
     fused: int
-    """Number of messages that travel as part of another."""
+    """Number of messages that are sent as part of another one."""
 
 
 def overlap(program: RankProgram, costs: GraphCosts, rounds: int = ROUNDS) -> OverlappedProgram:
-    """Order a program; split and fuse its messages where it then ends earlier."""
+    """Reorder a program, and split and fuse its messages, if it then ends earlier."""
     before = program_tasks(program, costs)
     regions = choose_regions(program, costs)
     parted = tiled(program, regions) if regions else program
@@ -104,7 +105,7 @@ def _busy(tasks: Sequence[Task]) -> float:
 
 
 def choose_regions(program: RankProgram, costs: GraphCosts) -> list[Region]:
-    """The regions of messages that are split into tiles, because the program then ends earlier."""
+    """Choose the regions that are split into tiles, because the program then ends earlier."""
     before = program_tasks(program, costs)
     planned = schedule(before.tasks, rounds=0)
     books, regions, seconds = {tiles: RuleBook(tiles) for tiles in TILES}, list[Region](), planned.seconds
@@ -122,7 +123,7 @@ def choose_regions(program: RankProgram, costs: GraphCosts) -> list[Region]:
 
 
 def _critical(program: RankProgram, work: ProgramTasks, planned: TaskOrder) -> list[list[fx.Node]]:
-    """Messages for which the processor waits, by their kind; those that it waits for longest come first."""
+    """Messages for which the processor waits, grouped by kind; the kinds with the longest waits come first."""
     waits = exposed_messages(simulate(in_order(work.tasks, planned.order)))
     classes = neighbourhoods([node for node in program.graph.nodes if node.op != "output"], 2)
     kinds, total = defaultdict[int, list[fx.Node]](list), defaultdict[int, float](float)
@@ -133,7 +134,7 @@ def _critical(program: RankProgram, work: ProgramTasks, planned: TaskOrder) -> l
 
 
 def exposed_messages(trace: Trace) -> dict[str, float]:
-    """For each message of a simulated program, by name: the seconds of it in which the processor does nothing."""
+    """Name of each message of a simulated program -> its exposed seconds, in which the processor is idle."""
     computing = sorted((span.start, span.stop) for span in trace.spans if span.kind == "compute")
     exposed, place = dict[str, float](), 0
     for span in sorted((span for span in trace.spans if span.kind == "wire"), key=lambda span: span.start):

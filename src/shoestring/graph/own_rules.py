@@ -1,7 +1,7 @@
-"""Rules that torch lacks: attention on a CPU, losses and BatchNorm over a sharded batch, and what ranks exchange.
+"""Rules that torch lacks: attention on a CPU, losses and BatchNorm over a sharded batch, and instructions.
 
-A batch norm normalises by the mean and variance of the whole batch. Where the batch is sharded, the ranks exchange
-these statistics (Ioffe and Szegedy, 2015, over all ranks, which torch has as nn.SyncBatchNorm).
+A batch norm normalises by the mean and variance of the whole batch. If the batch is sharded, the ranks exchange these
+statistics (as nn.SyncBatchNorm does; BatchNorm: Ioffe and Szegedy, 2015).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoestring.graph.placements import SUM, WHOLE, InnerExchange, OwnRules, Pla
 
 aten = torch.ops.aten
 Computed = Generator[Tensor, Tensor, tuple[Tensor | None, ...]]
-_MEAN, _SUM = 1, 2  # reductions, as operators number them
+_MEAN, _SUM = 1, 2  # values of the argument `reduction` of ATen operators
 
 
 def _attention(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Iterable[ShardingRule]:
@@ -34,7 +34,7 @@ def _attention(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> It
 def _loss(
     scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
 ) -> Iterable[ShardingRule]:
-    """The loss of each sample by itself; means and sums over a sharded batch need the numbers of all ranks."""
+    """Each rank computes the losses of its samples; the ranks exchange the sum and count of a mean or sum."""
     if scores.ndim != 2 or reduction not in (_MEAN, _SUM):
         return
     exchange = InnerExchange(2 * scores.dtype.itemsize, _sharded_loss)
@@ -48,7 +48,7 @@ def _sharded_loss(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ran
 
 
 def _batch_norm(x: Tensor, *args: Any) -> Iterable[ShardingRule]:
-    """By channels each rank has its own statistics; by samples ranks exchange them while training."""
+    """Sharded by channel, ranks need no exchange; sharded by sample, they exchange statistics in training."""
     vectors = [argument for argument in args if isinstance(argument, Tensor)]
     yield ShardingRule((1, 0, 0, 0, 0), (1, *[0] * len(vectors)))
     training = args[4]
@@ -92,9 +92,9 @@ def _sharded_batch_norm_backward(op: Any, args: tuple[Any, ...], kwargs: Mapping
 
 
 def _move(x: Tensor, source: Placement, target: Placement, axis: int) -> Iterable[ShardingRule]:
-    """What ranks exchange along one axis of a mesh does not mix entries along other dimensions.
+    """A move along one mesh axis can itself be sharded along dimensions that the move does not shard or join.
 
-    Along the same dimension it does: shards of shards would be joined in another order.
+    Along its own dimensions it cannot: shards of shards would be joined in another order.
     """
     for dim in range(x.ndim):
         if dim not in (source, target):
@@ -107,12 +107,12 @@ def _take_shard(x: Tensor, dim: int, axis: int) -> Iterable[ShardingRule]:
 
 
 def _exchange(*args: Any) -> Iterable[ShardingRule]:
-    """Numbers that ranks along one axis add up within an operator are computed alike along the others."""
+    """No rules: an operator with an exchange along one mesh axis is computed whole along the other axes."""
     return ()
 
 
 def _along(vector: Tensor, x: Tensor) -> Tensor:
-    """One number for each channel, to be multiplied by x (N, C, …)."""
+    """Reshape one number per channel, so that it can be multiplied by x (N, C, …)."""
     return vector.reshape(1, -1, *[1] * (x.ndim - 2))
 
 
@@ -126,4 +126,4 @@ OWN: Mapping[Any, OwnRules] = {
     take_shard: _take_shard,
     exchange: _exchange,
 }
-"""Operator -> rules in addition to torch's, from the operator's arguments."""
+"""Operator -> function: the operator's arguments -> rules in addition to torch's."""

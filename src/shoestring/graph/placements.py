@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 Placement = int
-"""How a tensor lies on the ranks: the number of the dimension along which it is sharded, or WHOLE, or SUM."""
+"""How a tensor is distributed over ranks: the dimension along which it is sharded, or WHOLE, or SUM."""
 WHOLE: Placement = -1
 """Every rank has the whole tensor."""
 SUM: Placement = -2
-"""The tensor is the sum of what the ranks have."""
+"""The tensor is the sum of the ranks' local tensors."""
 
 
 def named(placement: Placement) -> str:
@@ -24,10 +24,10 @@ def named(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class InnerExchange:
-    """What ranks exchange within an operator, where each cannot compute its part by itself.
+    """An exchange between ranks within an operator, if a rank cannot compute its share of the operator by itself.
 
-    `compute(op, args, kwargs, ranks)` is a generator that computes one rank's outputs: it yields tensors, is sent their
-    sums over the ranks, and returns the outputs.
+    `compute(op, args, kwargs, ranks)` is a generator that computes one rank's outputs: it yields tensors, receives
+    their sums over the ranks, and returns the outputs.
     """
 
     nbytes: int
@@ -45,7 +45,7 @@ class ShardingRule:
 
     @property
     def divides(self) -> bool:
-        """Whether each rank computes only a part."""
+        """Whether each rank computes only a part of the operator."""
         return any(placement >= 0 for placement in (*self.outputs, *self.inputs))
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class ShardingRule:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """The rules of an operator; the first is that every rank computes it whole."""
+    """The rules of an operator; by the first rule, every rank computes the whole operator."""
 
     rules: tuple[ShardingRule, ...]
     reason: str = ""
@@ -65,11 +65,11 @@ class RuleSet:
 
 
 OwnRules = Callable[..., Iterable[ShardingRule]]
-"""(args, kwargs) of an operator, with tensors without data -> rules."""
+"""Function: arguments of an operator, with tensors without data -> rules."""
 
 
 def can_be(placement: Placement, tensor: Tensor, ranks: int) -> bool:
-    """Whether a tensor can lie on so many ranks in this way: shards have equal sizes, and sums are of real numbers."""
+    """Whether a tensor can have this placement: shards must have equal sizes, and sums must be of floating point."""
     if placement == SUM:
         return tensor.is_floating_point()
     if placement == WHOLE:
@@ -78,11 +78,11 @@ def can_be(placement: Placement, tensor: Tensor, ranks: int) -> bool:
 
 
 def divide(tensor: Tensor, placement: Placement, ranks: int, noise: torch.Generator | None = None) -> list[Tensor]:
-    """What each rank has of a tensor that is placed in this way.
+    """The local tensor of each rank, for a tensor with this placement.
 
     Args:
-        noise: source of the random summands of a sum; without it, or if the tensor has infinite entries, the first rank
-            has the tensor and the others zeros.
+        noise: source of random summands for SUM; without it, or if the tensor has entries that are not finite, the
+            first rank has the tensor and the others zeros.
     """
     if placement == WHOLE:
         return [tensor] * ranks
@@ -96,9 +96,10 @@ def divide(tensor: Tensor, placement: Placement, ranks: int, noise: torch.Genera
 
 
 def divide_over(tensor: Tensor, placements: Sequence[Placement], mesh: Sequence[int]) -> list[Tensor]:
-    """What each rank of a mesh has of a tensor with a placement along each axis; the last axis varies fastest.
+    """The local tensor of each rank of a mesh, for a tensor with a placement along each axis.
 
-    Ranks along an axis divide what the axes before it leave to them, as with torch's DTensor.
+    The last axis varies fastest. Ranks along an axis divide what the earlier axes leave to them, as with torch's
+    DTensor.
     """
     parts = [tensor]
     for placement, ranks in zip(placements, mesh, strict=True):
@@ -107,7 +108,7 @@ def divide_over(tensor: Tensor, placements: Sequence[Placement], mesh: Sequence[
 
 
 def join_over(shards: Sequence[Any], placements: Sequence[Placement], mesh: Sequence[int]) -> Any:
-    """The tensor of which the ranks of a mesh have these parts (`divide_over`); None if they have none."""
+    """Join the local tensors of all ranks of a mesh: the inverse of `divide_over`; None if they are None."""
     parts = list(shards)
     for placement, ranks in reversed([*zip(placements, mesh, strict=True)]):
         parts = [join(parts[first : first + ranks], placement) for first in range(0, len(parts), ranks)]
@@ -116,7 +117,7 @@ def join_over(shards: Sequence[Any], placements: Sequence[Placement], mesh: Sequ
 
 
 def join(shards: Sequence[Any], placement: Placement) -> Any:
-    """The tensor of which ranks have these shards or summands; None if they have none."""
+    """Join the local tensors of all ranks: the inverse of `divide`; None if they are None."""
     if shards[0] is None:
         return None
     if placement == WHOLE:
@@ -125,8 +126,11 @@ def join(shards: Sequence[Any], placement: Placement) -> Any:
 
 
 def difference(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> float:
-    """Largest difference of tensors from others, relative to the largest entry of all the others, since a tensor may be
-    zero but for rounding; infinite if shapes, types, integers or infinite entries differ."""
+    """Largest difference of tensors from others, relative to the largest entry of all the others.
+
+    The scale is common to all tensors, since one tensor may be zero but for rounding errors. The difference is infinite
+    if shapes, data types, integers or entries that are not finite differ.
+    """
     pairs = [(one, other) for one, other in zip(ones, others, strict=True) if other is not None]
     numbers = [other[other.isfinite()].abs().double() for _, other in pairs if other.is_floating_point()]
     scale = max((float(entries.max()) for entries in numbers if entries.numel()), default=0.0)
@@ -134,7 +138,7 @@ def difference(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -
 
 
 _TINY = 1e-300
-_equal = torch.equal  # as it is before an operator that is tried may replace it
+_equal = torch.equal  # bound now, because an operator that is tried could replace it
 
 
 def _difference(one: Tensor | None, other: Tensor) -> float:

@@ -1,8 +1,9 @@
-"""The program of one rank of a divided step: operators on the rank's parts of tensors, and messages between ranks.
+"""The program of one rank of a divided step: operators on the rank's local tensors, and messages between ranks.
 
 All ranks have the same program, with their own data, and `running` runs it. A message is two nodes, `begin_move` and
-`end_move`; what lies between them runs while the message travels. Programs are graphs of torch.fx and are changed by
-building new ones: into another order, with several tensors in one message (here), or with messages in tiles (`tiles`).
+`end_move`; the nodes between them run while the message is under way. Programs are graphs of torch.fx and are changed
+by building new ones: into another order, with several tensors in one message (here), or with messages in tiles
+(`tiles`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from shoestring.graph.trace import StepGraph, inputs_of, outputs_of
 from shoestring.planning.simulate import Task
 
 LAUNCH = 5e-6
-"""Seconds that an operator takes at least, however small its tensors are."""
+"""Seconds to launch an operator, added to the time of its work."""
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank computes of a step, and how the step's inputs and outputs lie on the ranks."""
+    """The program of one rank for a step, and the placements of the step's inputs and outputs."""
 
     graph: fx.Graph
     mesh: tuple[int, ...]
@@ -59,9 +60,10 @@ def rank_program(step: StepGraph, plan: Mapping[fx.Node, ShardingRule], ranks: i
 
 @dataclass(frozen=True)
 class DividedStep:
-    """What one rank of a mesh computes of a step, as a step of its own, which can be divided along another axis.
+    """The part of a step that one rank of a mesh computes, as a step of its own that another axis can divide.
 
-    What ranks along the axes so far exchange are operators of it (`instructions`), which have rules like others.
+    Exchanges between ranks along the earlier axes are operators of this step (`instructions`), with sharding rules like
+    other operators.
     """
 
     step: StepGraph
@@ -76,13 +78,13 @@ class DividedStep:
         return DividedStep(step, (), ((),) * len(holders), ((),) * len(step.nodes.outputs))
 
     def divided(self, plan: Mapping[fx.Node, ShardingRule], ranks: int) -> DividedStep:
-        """The step divided once more, among the ranks along another axis, which varies fastest.
+        """Divide the step once more, among the ranks along another axis, which varies fastest.
 
         Args:
-            plan: a rule for each operator, and for each placeholder one that has only an output.
+            plan: a rule for each operator; for each placeholder, a rule that has only an output.
 
         Raises:
-            ValueError: the plan makes sums of whole tensors.
+            ValueError: the plan reads a whole tensor as a sum.
         """
         step, building = self.step, _RankBuilding(plan, ranks, len(self.mesh))
         placeholders, outputs = list[Placement](), list[Placement]()
@@ -123,7 +125,7 @@ class DividedStep:
         )
 
     def placements(self, step: StepGraph) -> dict[fx.Node, tuple[Placement, ...]]:
-        """The placements of the placeholders of the step that was divided, along each axis."""
+        """The placements, along each axis, of the placeholders of `step`, which is the undivided step."""
         return dict(zip((node for node in step.graph.nodes if node.op == "placeholder"), self.inputs, strict=True))
 
     def program(self) -> RankProgram:
@@ -152,7 +154,7 @@ class _RankBuilding:
         self.local[node], self.placements[node] = local, placements
 
     def call(self, node: fx.Node) -> None:
-        """Add an operator, behind the messages that it needs."""
+        """Add an operator, after the moves that it needs."""
         if node.target is operator.getitem:
             source, place = node.args
             assert isinstance(source, fx.Node) and isinstance(place, int)
@@ -175,7 +177,7 @@ class _RankBuilding:
             self.add(node, local, (WHOLE,) * len(outputs_of(node)))
 
     def moved(self, node: fx.Node, target: Placement) -> fx.Node:
-        """What a rank has of a tensor in another placement; a tensor is moved only once to each."""
+        """The node of a tensor in placement `target`; a tensor is moved to each placement only once."""
         local, source = self.local[node], self.placements[node][0]
         if source == target:
             return local
@@ -195,10 +197,10 @@ class _RankBuilding:
 def add_message(
     graph: fx.Graph, tensors: Sequence[fx.Node], how: Sequence[Any], values: Sequence[Any]
 ) -> list[fx.Node]:
-    """Add a message to a graph, begun and awaited; returns the moved tensors, which have these `values` as meta.
+    """Add the two nodes of a message to a graph; returns the moved tensors, with `values` as their `meta`.
 
     Args:
-        how: both placements, and the axis of the mesh.
+        how: source placement, target placement, and mesh axis.
     """
     begun = graph.call_function(begin_move, (tuple(tensors), *how))
     begun.meta["val"] = None
@@ -211,7 +213,7 @@ def add_message(
 
 
 def local_value(value: Any, placements: Sequence[Placement], ranks: int) -> Any:
-    """What a rank has of an operator's outputs, as tensors without data."""
+    """An operator's outputs on one rank, as tensors without data."""
     if isinstance(value, list | tuple):
         pairs = zip(value, placements, strict=True)
         return tuple(local_value(one, (placement,), ranks) for one, placement in pairs)
@@ -224,7 +226,7 @@ def local_value(value: Any, placements: Sequence[Placement], ranks: int) -> Any:
 # -- tasks and orders --------------------------------------------------------------------------------------------------
 
 PROCESSOR, LINK = "processor", "link"
-"""The resources of a rank."""
+"""The resources of a rank, which each run one task at a time."""
 
 
 @dataclass(frozen=True)
@@ -233,13 +235,13 @@ class ProgramTasks:
 
     tasks: list[Task]
     nodes: list[fx.Node]
-    """The operator, or the beginning of the message, that each task is."""
+    """For each task, the node of its operator, or the node that begins its message."""
 
 
 def program_tasks(program: RankProgram, costs: GraphCosts) -> ProgramTasks:
     """The tasks of a program: its operators on the processor, and its messages on the link.
 
-    Views, and ends of messages, are no tasks: who reads them waits for what they are made of.
+    Views and ends of messages are no tasks: a task that reads one waits for the operators and messages behind it.
     """
     tasks, nodes, after = list[Task](), list[fx.Node](), dict[fx.Node, frozenset[int]]()
     for node in program.graph.nodes:
@@ -272,7 +274,7 @@ def operator_seconds(node: fx.Node, costs: GraphCosts) -> float:
 
 
 def message_seconds(begun: Iterable[fx.Node], costs: GraphCosts) -> float:
-    """Seconds of a message with the tensors of several messages of one kind."""
+    """Seconds of one message that holds the tensors of several messages of one kind."""
     nbytes, kinds = 0, set[tuple[Any, ...]]()
     for node in begun:
         kinds.add(node.args[1:])
@@ -283,7 +285,7 @@ def message_seconds(begun: Iterable[fx.Node], costs: GraphCosts) -> float:
 
 
 def message_kind(begun: fx.Node) -> tuple[Any, ...]:
-    """What messages must share to be one: both placements, the axis, and the type of their tensors."""
+    """What messages that are fused must have in common: both placements, the mesh axis, and the data type."""
     return *begun.args[1:], inputs_of(begun)[0].meta["val"].dtype
 
 
@@ -291,7 +293,8 @@ def in_program_order(program: RankProgram, groups: Sequence[Sequence[fx.Node]]) 
     """The program with its operators and messages in another order.
 
     Args:
-        groups: the nodes of the tasks in order. Several nodes are messages of one kind that become one message.
+        groups: the nodes of the tasks, in the new order. The nodes of a larger group are messages of one kind, to be
+            fused.
     """
     ordering = _Ordering(program)
     for group in groups:
@@ -305,18 +308,18 @@ def in_program_order(program: RankProgram, groups: Sequence[Sequence[fx.Node]]) 
 
 
 class _Ordering:
-    """A program that is copied in another order; views and ends of messages come right before who reads them first."""
+    """Copies a program in another order; views and ends of messages come right before their first reader."""
 
     def __init__(self, program: RankProgram) -> None:
         self.graph, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        self._joined = dict[fx.Node, tuple[fx.Node, int]]()  # end of a message -> the joint message, its first tensor
-        self._ended = dict[fx.Node, fx.Node]()  # joint message -> its end
+        self._joined = dict[fx.Node, tuple[fx.Node, int]]()  # end of a message -> (fused message, index in it)
+        self._ended = dict[fx.Node, fx.Node]()  # fused message -> its end
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 self.emit(node)
 
     def emit(self, node: fx.Node) -> fx.Node:
-        """Copy a node behind all that it needs."""
+        """Copy a node, after the nodes that it reads."""
         if node in self.copies:
             return self.copies[node]
         sources = [self.emit(source) for source in node.all_input_nodes]
@@ -338,7 +341,7 @@ class _Ordering:
         return copy
 
     def emit_together(self, begun: Sequence[fx.Node]) -> None:
-        """Copy several messages as one."""
+        """Copy several messages as one fused message."""
         tensors = [self.emit(tensor) for node in begun for tensor in inputs_of(node)]
         joint, values = self.graph.call_function(begin_move, (tuple(tensors), *begun[0].args[1:])), list[Any]()
         for node in begun:

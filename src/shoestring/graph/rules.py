@@ -1,7 +1,7 @@
-"""Sharding rules of operators: how a tensor may lie on the ranks so that each rank computes its part by itself.
+"""Sharding rules of operators: the placements of inputs and outputs with which ranks can share an operator.
 
-The rules are torch's own, those of DTensor, asked over one axis of a mesh. `own_rules` adds what torch lacks. For other
-operators, such as those that a program defines itself, rules are found by trying (`discovery`).
+The rules are those of torch's DTensor, for one mesh axis. `own_rules` adds what torch lacks. For other operators, such
+as those that a program defines itself, rules are found by trying (`discovery`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shoestring.graph.trace import arguments_of, inputs_of, outputs_of
 from shoestring.sandbox import USUAL, SandboxBounds
 
 NO_STRATEGY = "torch has no strategy"
-"""How the reason begins for an operator that torch has no strategy for, or one that fails."""
+"""Beginning of the reason for an operator without a strategy in torch, or with one that fails."""
 
 
 class RuleBook:
-    """The rules of operators on a number of ranks, found once for each operator on inputs of the same shapes.
+    """The rules of operators on a number of ranks; operators with the same signature are looked up only once.
 
     Args:
         own: operator -> rules in addition to torch's.
-        bounds: what an operator may use that is tried, because there are no rules of it; None tries none.
+        bounds: limits of the sandbox in which operators without rules are tried; None to try no operators.
     """
 
     _tried: ClassVar[dict[object, tuple[list[ShardingRule], str]]] = {}
-    """What trying has found in this process: the same for all books that divide tensors by the same numbers."""
+    """Results of all trials in this process, shared by all books that try the same numbers of shards."""
 
     def __init__(self, ranks: int, own: Mapping[Any, OwnRules] = OWN, bounds: SandboxBounds | None = USUAL) -> None:
         self.ranks, self.own, self.bounds = ranks, own, bounds
@@ -46,7 +46,7 @@ class RuleBook:
         return self._known[key]
 
     def __len__(self) -> int:
-        """Number of different operators, with the shapes of their inputs, that were asked for."""
+        """Number of different operators (with shapes of inputs) that were looked up."""
         return len(self._known)
 
     def _find(self, node: fx.Node) -> RuleSet:
@@ -70,7 +70,7 @@ class RuleBook:
         return RuleSet(distinct, reason if len(distinct) == 1 else "", tried and len(distinct) > 1)
 
     def _by_trying(self, node: fx.Node) -> tuple[list[ShardingRule], str]:
-        """Rules that trying finds, and why it finds none."""
+        """The rules that are found by trying an operator, and the reason if there are none."""
         if self.bounds is None:
             return [], ""
         key = (signature(node), parts_of(self.ranks), self.bounds)
@@ -82,7 +82,7 @@ class RuleBook:
     def _of_torch(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int, inputs: int
     ) -> tuple[list[ShardingRule], str]:
-        """torch's rules, and why there are none."""
+        """torch's rules, and the reason if there are none."""
         try:
             rows = sharding_strategies(op, args, kwargs, self.ranks)
         except Exception as error:  # strategies check their arguments by assertions and by reading shapes
@@ -95,7 +95,7 @@ class RuleBook:
         return rules, "" if rules or not rows else "torch's strategy needs placements that shoestring does not have"
 
     def _fits(self, rule: ShardingRule, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> bool:
-        """Whether every tensor can be placed as the rule asks for: shards are of equal sizes, sums of numbers."""
+        """Whether all tensors can have the placements of a rule; see `can_be`."""
         pairs = [*zip(rule.outputs, outputs, strict=True), *zip(rule.inputs, inputs, strict=True)]
         return all(tensor is None or can_be(placement, tensor, self.ranks) for placement, tensor in pairs)
 

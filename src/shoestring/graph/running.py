@@ -1,4 +1,4 @@
-"""Runs programs of ranks: on the ranks of a process group, and of all ranks in one process, to check them."""
+"""Runs the programs of ranks: one on each rank of a process group, or all in one process, to check them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor 
     """Run the programs of all ranks in one process.
 
     Args:
-        values: the step's inputs, whole, in the order of the placeholders.
+        values: the step's undivided inputs, in the order of the placeholders.
 
     Returns:
-        The step's outputs, whole.
+        The step's undivided outputs.
     """
     mesh, ranks = program.mesh, range(program.ranks)
     placed = iter(zip(values, program.inputs, strict=True))
@@ -67,7 +67,7 @@ def run_lockstep(program: RankProgram, values: Sequence[Tensor]) -> list[Tensor 
 def _together(
     calls: Sequence[Any], mesh: Sequence[int], axis: int, work: Callable[[Sequence[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """Let the ranks along each line of an axis work together on their arguments; returns each rank's result."""
+    """Call `work` on the arguments of each group of ranks along a mesh axis; returns each rank's result."""
     results, stride = [None] * len(calls), math.prod(mesh[axis + 1 :])
     for first in range(len(calls)):
         if first // stride % mesh[axis] == 0:
@@ -79,7 +79,7 @@ def _together(
 
 def _moved(begun: Sequence[Any]) -> list[Any]:
     _, source, target, _ = begun[0]
-    rows = zip(*(tensors for tensors, *_ in begun), strict=True)  # a tensor's parts on all ranks
+    rows = zip(*(tensors for tensors, *_ in begun), strict=True)  # local tensors of one tensor on all ranks
     return [*zip(*(divide(join(row, source), target, len(begun)) for row in rows), strict=True)]
 
 
@@ -98,16 +98,16 @@ def _computation(args: Sequence[Any], ranks: int) -> Any:
 
 @dataclass
 class MessageTotals:
-    """What a rank exchanges while it runs programs."""
+    """Totals of the messages of one rank over all programs that it runs."""
 
     sent: int = 0
-    """Bytes of the tensors that the rank gives to messages."""
+    """Bytes of the tensors that the rank sends."""
     waited: float = 0.0
-    """Seconds for which it waits for messages."""
+    """Seconds for which the rank waits for messages."""
 
     @contextmanager
     def waiting(self, nbytes: int) -> Iterator[None]:
-        """Context around waiting for a message to which the rank gives so many bytes."""
+        """Context around waiting for a message in which the rank sends `nbytes` bytes."""
         with span("operators", "wire", nbytes) as work:
             yield
         self.sent += nbytes
@@ -123,12 +123,12 @@ def run_rank(
     """Run a program on this rank of a mesh. A collective.
 
     Args:
-        values: what this rank has of the step's inputs, in the order of the placeholders.
+        values: this rank's local tensors of the step's inputs, in the order of the placeholders.
         groups: this rank's group along each axis of the mesh.
         traffic: counts what the rank exchanges.
 
     Returns:
-        What this rank has of the step's outputs.
+        This rank's local tensors of the step's outputs.
     """
     left, env = iter(values), dict[fx.Node, Any]()
     traffic = traffic or MessageTotals()
@@ -173,7 +173,7 @@ def _sum_over(computation: Any, group: dist.ProcessGroup, traffic: MessageTotals
 
 
 class _Message:
-    """A message that travels: tensors on their way from one placement to another."""
+    """A message under way, which moves tensors from one placement to another."""
 
     def __init__(
         self, tensors: Sequence[Tensor], source: Placement, target: Placement, group: dist.ProcessGroup
@@ -198,10 +198,10 @@ class _Message:
         else:
             self.received = first.new_empty(sent.numel())
             self.work = dist.all_to_all_single(self.received, sent.flatten(), group=group, async_op=True)
-        self.sent = sent  # lives until it has been sent
+        self.sent = sent  # must stay alive until it has been sent
 
     def ended(self, traffic: MessageTotals) -> tuple[Tensor, ...]:
-        """Wait for the message; returns what this rank has of the moved tensors."""
+        """Wait for the message; returns this rank's local tensors in the new placement."""
         assert self.work is not None
         with traffic.waiting(self.sent.nbytes):
             self.work.wait()

@@ -1,14 +1,13 @@
 """Chooses how every operator of a step is divided among the ranks of a host, by an integer program.
 
-One variable for each rule of each operator says whether it is taken. Between an operator that computes a tensor and one
-that reads it, a flow from the placements of the one to those of the other pays for the move. Flows between *distinct*
-placements, instead of between pairs of rules, keep the program small and its relaxation nearly integral (as for
-shortest paths).
+One variable for each rule of each operator says whether the operator takes the rule. For each tensor, flow variables
+lead from the placements in which its producer may compute it to those in which a reader may read it, and carry the cost
+of the move. Flows between *distinct* placements, instead of between pairs of rules, keep the program small and its
+relaxation nearly integral (as for shortest paths).
 
-The program of a large step shrinks in two ways. Operators in equal neighbourhoods, such as those of repeated blocks,
-decide together. Light operators follow their largest input: they are bound by memory, so moving a tensor for them
-hardly pays. What is lost by that, a descent gets back for the most part, in which each operator decides once more by
-itself.
+The program of a large step is reduced in two ways. Operators in equal neighbourhoods, such as those of repeated blocks,
+share one decision. Light operators follow their largest input: they are bandwidth-bound, so moving a tensor for them
+hardly pays. A descent, in which each operator chooses again by itself, recovers most of what this loses.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from shoestring.graph.rules import RuleBook
 from shoestring.graph.trace import StepGraph, inputs_of, neighbourhoods, producer_of
 
 DEPTH = 1
-"""Steps up to which neighbourhoods must be equal for operators to decide together."""
+"""Distance in the graph up to which neighbourhoods must be equal for operators to share a decision."""
 MERGED_FROM = 2000
-"""Number of operators from which they are merged. Below it the whole program takes a few seconds at most, and merging
-has cost up to 13% of a step along the first axis of a mesh."""
+"""Number of operators of a step from which operators share decisions by default (`merge`). The whole program of a
+smaller step takes a few seconds at most, and merging has made steps up to 13% slower along the first axis of a mesh."""
 Pinned = Callable[[str], Placement | None]
 """Name of a parameter, or "" for an input -> the placement that it must have; None leaves it to the search."""
 
@@ -46,11 +45,12 @@ class SplitSearch:
     """Settings of a search.
 
     Args:
-        merge: whether operators in equal neighbourhoods decide together at first, light ones follow, and vectors stay
-            whole; then each improves on that by itself (`descent`). None: in steps of at least `MERGED_FROM` operators.
+        merge: whether operators in equal neighbourhoods share a decision at first, light operators follow their largest
+            input, and vectors stay whole; a `descent` then improves on that. None: only in steps of at least
+            `MERGED_FROM` operators.
         memory: bytes that parameters, gradients, optimizer state and saved activations of a rank may take.
         seconds: time after which the solver returns the best plan so far.
-        usual: whether the usual ways to train are tried along the earlier axes of a mesh, beside what is found there.
+        usual: whether the usual ways to train are also tried along all axes of a mesh but the last.
     """
 
     merge: bool | None = None
@@ -65,13 +65,13 @@ class GraphPlan:
 
     ranks: int
     rules: Mapping[fx.Node, ShardingRule]
-    """The rule of each operator; of a placeholder only the placement of its output."""
+    """The rule of each operator; for each placeholder, a rule that has only an output."""
     objective: float
     """Predicted seconds of a step, without overlap of communication and computation."""
     memory: float
-    """Bytes that parameters, gradients, optimizer state and saved activations of a rank take."""
+    """Bytes of a rank's parameters, gradients, optimizer state and saved activations."""
     groups: int
-    """Operators and placeholders that decide for themselves, out of `deciders`."""
+    """Number of independent decisions; `deciders` is the number of operators and placeholders."""
     deciders: int
     variables: int
     build_seconds: float
@@ -125,10 +125,10 @@ def search(
 
 @dataclass
 class _Flow:
-    """Tensors that are computed by one class of operators and read by another, at the same place of each."""
+    """Tensors that one class of operators computes and another class reads, at the same position of both."""
 
     place: int
-    """Which output of the producer it is."""
+    """Index of the tensor among the producer's outputs."""
     reads: Callable[[ShardingRule], Placement]
     """The placement in which a rule of the consumer reads the tensor."""
     nbytes: float
@@ -154,7 +154,7 @@ class _Program:
         self.cost = list[float]()
         self._rows, self._columns, self._factors = list[int](), list[int](), list[float]()
         self._low, self._high = list[float](), list[float]()
-        self.held = dict[int, float]()  # variable -> bytes of a rank if it is taken
+        self.held = dict[int, float]()  # variable -> bytes that its rule makes a rank hold
         self.taken = {number: self._take(number) for number in self.example}
         self._parent = {number: number for number in self.example}
         self._connect(merge)
@@ -187,7 +187,7 @@ class _Program:
         return neighbourhoods(self.step.tensors, DEPTH, kinds)
 
     def _take(self, number: int) -> range:
-        """Variables for the rules of a class, of which one is taken."""
+        """Add variables for the rules of a class, exactly one of which is taken."""
         node, first = self.example[number], len(self.cost)
         for rule in self.rules[node]:
             seconds = self.costs.operator(node, rule) if node.op == "call_function" else 0.0
@@ -230,7 +230,7 @@ class _Program:
             self._flow(source, target, flow)
 
     def _leader(self, node: fx.Node) -> int:
-        """Which input a light operator follows: the largest one; -1 if the operator decides for itself."""
+        """Index of the input that a light operator follows: its largest; -1 if the operator decides for itself."""
         inputs = inputs_of(node)
         rules = self.rules[node]
         if not inputs or flop_of(node) or len(rules) == 1 or any(rule.exchange for rule in rules):
@@ -238,7 +238,7 @@ class _Program:
         return max(range(len(inputs)), key=lambda slot: inputs[slot].meta["val"].numel())
 
     def _flow(self, source: int, target: int, flow: _Flow) -> None:
-        """Add the flow of a tensor: what leaves a placement was computed in it, and what enters one is read in it."""
+        """Add the flow of a tensor from the placement in which it is computed to that in which it is read."""
         computed, read = defaultdict[Placement, list[int]](list), defaultdict[Placement, list[int]](list)
         for variable, rule in zip(self.taken[source], self.rules[self.example[source]], strict=True):
             computed[rule.outputs[flow.place]].append(variable)
@@ -265,7 +265,7 @@ class _Program:
                 )
 
     def _joined(self, source: int, target: int) -> bool:
-        """Put a follower into the group of what it follows, unless that is a placeholder; whether it follows."""
+        """Put the class `target` into the group of `source`; if `source` is a placeholder, return False instead."""
         if self.example[source].op == "placeholder":
             return False
         self._parent[self._root(target)] = self._root(source)
@@ -280,7 +280,7 @@ class _Program:
     # -- memory and optimizer ------------------------------------------------------------------------------------------
 
     def _hold(self) -> None:
-        """Add the optimizer's time and what ranks hold: parameters with their state, and saved activations."""
+        """Add the optimizer's time, and the bytes of a rank's parameters, their state, and saved activations."""
         saved = saved_tensors(self.step)
         for number, node in self.example.items():
             outputs = [0] if node.op == "placeholder" else saved.get(node, ())
@@ -295,7 +295,7 @@ class _Program:
                         self.cost[variable] += self.costs.update(tensor.nbytes, placement) * self.members[number]
 
     def _return(self) -> None:
-        """Add the cost of what a step returns beside gradients, the loss and updated buffers, whole on every rank."""
+        """Add the cost of moving the loss and updated buffers, which a step returns whole on every rank."""
         for node in self.step.results:
             producer, place = producer_of(node)
             number = self.classes[producer]
@@ -339,7 +339,7 @@ class _Program:
             factors = factors + [nbytes / scale for nbytes in self.held.values()]
             low, high = [*low, -math.inf], [*high, memory / scale]
         integral = np.zeros(len(cost))
-        integral[[variable for taken in self.taken.values() for variable in taken]] = 1  # flows follow them
+        integral[[variable for taken in self.taken.values() for variable in taken]] = 1  # flows are then determined
         scale = max(max(cost), 1e-30)
         matrix = csr_matrix((factors, (rows, columns)), shape=(len(low), len(cost)))
         result = milp(
@@ -355,12 +355,12 @@ class _Program:
 
 
 def _reader(slot: int) -> Callable[[ShardingRule], Placement]:
-    """The placement in which a rule reads an input; with -1, that of a parameter, in which its gradient must lie."""
+    """Function: rule -> placement of input `slot`; -1 is the parameter itself, whose placement its gradient needs."""
     return (lambda rule: rule.outputs[0]) if slot < 0 else (lambda rule: rule.inputs[slot])
 
 
 def fixed_plans(step: StepGraph) -> dict[str, Pinned]:
-    """The usual ways to train, as placements of parameters and of the batch: the search must never be worse."""
+    """The usual ways to train, as placements of parameters and batch; no search result may be slower than these."""
     dims = {name: node.meta["val"].ndim for name, node in step.nodes.parameters.items()}
 
     def megatron(name: str) -> Placement | None:

@@ -1,9 +1,10 @@
 """Splits messages of a program into tiles, so that they overlap with the operators that feed and follow them.
 
-A tile is a shard that a rank computes after another instead of another rank beside it. So the rules that divide
-operators among ranks say as well along which axis a message's tiles carry through its neighbours: the tiles of a matrix
-product's rows can travel one by one while the next rows are computed. A region is a message and such neighbours; what
-lies outside reads its tiles joined again, or added up where a tile is a part of a sum.
+Tiles are like shards, but one rank computes them one after the other, where several ranks compute shards at the same
+time. So the rules that divide operators among ranks also say along which axis operators next to a message can be
+computed in tiles: the tiles of a matrix product's rows can be sent one by one while the next rows are computed. A
+region is a message with such operators. Nodes outside the region read its tiles concatenated or, if the tiles are
+summands, added up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shoestring.graph.trace import inputs_of, outputs_of, producer_of
 
 aten = torch.ops.aten
 LARGEST = 40
-"""Number of operators of a region at most."""
+"""Largest number of operators in a region."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Region:
 
     Args:
         begun: the node that begins the message. axis: dimension of the message's tensor that is tiled.
-        rules: operator -> how it is divided into tiles; the message is none of them.
+        rules: operator -> rule by which it is divided into tiles; the message is not included.
     """
 
     begun: fx.Node
@@ -50,7 +51,7 @@ def regions_of(begun: fx.Node, book: RuleBook, products: int) -> Iterator[Region
 
     Args:
         book: rules for as many shards as there are tiles.
-        products: number of matrix products on each path before and behind the message that are tiled with it.
+        products: number of matrix products that are tiled with the message, on each path before and after it.
     """
     tensor, moved = inputs_of(begun)[0], moved_tensor(begun)
     _, source, target, _ = begun.args
@@ -71,14 +72,14 @@ def moved_tensor(begun: fx.Node) -> fx.Node:
 
 
 class _Growing:
-    """A region that is being found."""
+    """Builds a region, starting from its message."""
 
     def __init__(self, book: RuleBook, moved: fx.Node, axis: int) -> None:
         self.book, self.rules = book, dict[fx.Node, ShardingRule]()
         self._axes = {producer_of(moved): axis}  # output of an operator or of the message -> axis of its tiles
 
     def backward(self, tensor: fx.Node, axis: int, products: int) -> None:
-        """Add the operators that compute a tensor, up to some matrix products away."""
+        """Add the operators that compute a tensor, up to `products` matrix products away."""
         waiting = [(tensor, axis, products)]
         while waiting and len(self.rules) < LARGEST:
             tensor, axis, left = waiting.pop(0)
@@ -93,7 +94,7 @@ class _Growing:
                 waiting += [(source, at, left) for source, at in pairs if at >= 0]
 
     def forward(self, tensor: fx.Node, axis: int, products: int) -> None:
-        """Add the operators that read a tensor, up to some matrix products away."""
+        """Add the operators that read a tensor, up to `products` matrix products away."""
         waiting = [(tensor, products)]
         while waiting and len(self.rules) < LARGEST:
             tensor, left = waiting.pop(0)
@@ -112,13 +113,13 @@ class _Growing:
         self._axes |= {(node, place): at for place, at in enumerate(rule.outputs)}
 
     def _reads_tiles(self, node: fx.Node, rule: ShardingRule) -> bool:
-        """Whether a rule reads the tiles that the region has, as they are; there is one at least."""
+        """Whether a rule reads all of the region's tiles among its inputs, at least one, along their own axis."""
         pairs = [(self._axes.get(producer_of(one)), at) for one, at in zip(inputs_of(node), rule.inputs, strict=True)]
         known = [(axis, at) for axis, at in pairs if axis is not None]
         return bool(known) and all(axis == at for axis, at in known)
 
     def _rule(self, node: fx.Node, fits: Callable[[ShardingRule], bool]) -> ShardingRule | None:
-        """The rule of an operator that fits and shares the most bytes of its inputs among tiles."""
+        """Among an operator's rules that fit, the one that splits the most bytes of its inputs into tiles."""
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             return None
         if torch.Tag.nondeterministic_seeded in node.target.tags:  # tiles would draw other numbers
@@ -144,7 +145,7 @@ def _makes_tiles(rule: ShardingRule, node: fx.Node) -> bool:
 
 
 def tiled(program: RankProgram, regions: Sequence[Region]) -> RankProgram:
-    """The program with the messages and operators of regions in tiles; an operator is in the first region it is in."""
+    """The program with the messages and operators of regions in tiles; the first region of an operator counts."""
     tiling = _Tiling(regions)
     for node in program.graph.nodes:
         tiling.emit(node)
@@ -152,14 +153,14 @@ def tiled(program: RankProgram, regions: Sequence[Region]) -> RankProgram:
 
 
 class _Tiling:
-    """A program that is copied with some nodes in tiles."""
+    """Copies a program, with some nodes in tiles."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self.graph = fx.Graph()
         self.regions = {node: region for region in reversed(regions) for node in region.rules}
         self.messages = {region.begun: region for region in regions}
         self._ends = {end for begun in self.messages for end in begun.users}
-        self._whole = dict[fx.Node, fx.Node]()  # node -> its copy, or its tiles joined
+        self._whole = dict[fx.Node, fx.Node]()  # node -> its copy, or its joined tiles
         self._pieces = dict[fx.Node, tuple[list[fx.Node], tuple[Placement, ...], Region]]()
 
     def emit(self, node: fx.Node) -> None:
@@ -173,7 +174,7 @@ class _Tiling:
             self._whole[node] = self.graph.node_copy(node, self._read)
 
     def _pick(self, node: fx.Node) -> None:
-        """Copy the pick of one of an operator's outputs in tiles."""
+        """Copy a node that picks one output of an operator in tiles."""
         pieces, outputs, region = self._pieces[node.all_input_nodes[0]]
         place = node.args[1]
         assert isinstance(place, int)
@@ -215,7 +216,7 @@ class _Tiling:
         return slices
 
     def _read(self, node: fx.Node) -> fx.Node:
-        """The copy of a node, with its tiles joined or added up."""
+        """The copy of a node; if it is in tiles, the tiles concatenated or added up."""
         if node not in self._whole:
             pieces, (axis, *_), _ = self._pieces[node]
             joined = pieces[0]

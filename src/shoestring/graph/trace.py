@@ -33,13 +33,13 @@ class StepGraph:
 
     @cached_property
     def operators(self) -> tuple[fx.Node, ...]:
-        """The operators that compute tensors, in order; picking one of several outputs is none."""
+        """The operators that compute tensors, in order, without nodes that only pick one of several outputs."""
         calls = (node for node in self.graph.nodes if node.op == "call_function")
         return tuple(node for node in calls if node.target is not operator.getitem and tensors_of(node))
 
     @cached_property
     def tensors(self) -> tuple[fx.Node, ...]:
-        """The placeholders and operators, in order, and the picks of one of several outputs."""
+        """The placeholders and operators, and nodes that pick one of several outputs, in order."""
         return tuple(node for node in self.graph.nodes if node.op != "output" and tensors_of(node))
 
     @cached_property
@@ -53,14 +53,14 @@ class StepGraph:
 
     @cached_property
     def results(self) -> tuple[fx.Node, ...]:
-        """What the step returns beside gradients: the loss, and the new values of buffers."""
+        """What the step returns besides gradients: the loss, and the new values of buffers."""
         output = next(node for node in self.graph.nodes if node.op == "output")
         gradients = set(self.nodes.gradients.values())
         return tuple(node for node in output.args[0] if isinstance(node, fx.Node) and node not in gradients)
 
     @property
     def repeats(self) -> Repeats:
-        """The repeated blocks of the model, forward and backward: as many as there are matrices of one kind."""
+        """The repeated blocks of the model, forward and backward; their number is that of matrices of one kind."""
         kinds = {node: self.kind_of(name) for name, node in self.nodes.parameters.items()}
         classes = neighbourhoods(self.tensors, 1, kinds)
         matrices = Counter(classes[node] for node, kind in kinds.items() if kind)
@@ -69,14 +69,14 @@ class StepGraph:
         return Repeats(times, sizes[times])
 
     def kind_of(self, name: str) -> str:
-        """What a parameter is to its layer, the same in equal layers; empty for vectors, such as weights of norms."""
+        """A parameter's name without its layer's number, which equal layers share; empty for vectors."""
         matrix = self.nodes.parameters[name].meta["val"].ndim > 1
         return pattern_of(name) if matrix else ""
 
 
 @dataclass(frozen=True)
 class JointTrace(StepGraph):
-    """The graph of a step as it was traced, which one rank can run."""
+    """The undivided graph of a step, as it was traced; one rank can run it."""
 
     module: fx.GraphModule
     seconds: float
@@ -97,7 +97,8 @@ def trace(model: nn.Module, *inputs: Any) -> JointTrace:
     """Trace the forward and backward pass of a model that returns its loss.
 
     Raises:
-        ConfigError: the model cannot be traced, with the line of its code that cannot; or nothing in it is trained.
+        ConfigError: the model cannot be traced (the message names the line of its code), or the loss depends on no
+            trained parameter.
     """
     began, dynamo = time.perf_counter(), False
     try:
@@ -154,7 +155,7 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 
 
 def producer_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that computed a tensor, and which of its outputs the tensor is."""
+    """The node that computed a tensor, and the tensor's index among the node's outputs."""
     if node.target is operator.getitem:
         source, place = node.args
         assert isinstance(source, fx.Node) and isinstance(place, int)
@@ -163,19 +164,19 @@ def producer_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def arguments_of(node: fx.Node, value: Callable[[fx.Node], Any] = lambda source: source.meta["val"]) -> tuple[Any, Any]:
-    """A node's arguments with tensors in place of nodes, without data unless `value` gives others: (args, kwargs)."""
+    """(args, kwargs) of a node, with `value(node)` in place of nodes: by default, their tensors without data."""
     return fx.node.map_arg((node.args, dict(node.kwargs)), value)
 
 
 def pattern_of(name: str) -> str:
-    """A parameter's name with a star for its number in a list of layers, which equal layers share."""
+    """A parameter's name with a star in place of its layer's number, so that equal layers share the name."""
     return _NUMBER.sub("*", name, count=1)
 
 
 def neighbourhoods(
     nodes: Sequence[fx.Node], depth: int, kinds: Mapping[fx.Node, object] | None = None
 ) -> dict[fx.Node, int]:
-    """Number the classes of nodes whose neighbourhoods are equal up to so many steps away, in order of appearance.
+    """Number the classes of nodes whose neighbourhoods are equal up to distance `depth`, in order of appearance.
 
     Nodes are equal if their operators, the shapes of their tensors, their other arguments and their entries in `kinds`
     are (Weisfeiler and Lehman, 1968).

@@ -49,10 +49,11 @@ class TracedMemory:
 
 @contextmanager
 def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
-    """Record and name every allocation of torch in a `with` block, on all threads; saved even if the block raises.
+    """Record and name every allocation of torch in a `with` block, on all threads.
 
     Tensors that exist before the block are recorded as well. The size of the recording is bounded, because for each
-    device only the step with the highest peak is stored. Losses and weights stay bit-identical.
+    device only the step with the highest peak is stored. If the block raises an error, the recording is still stored.
+    Recording does not change losses or weights: they stay bit-identical.
 
     Args:
         path: file to write, NAME.npz; `shoestring memory view` shows the file as a page. If None, no file is written.

@@ -27,7 +27,7 @@ ALIGNMENT = 64
 """Alignment of addresses in bytes: a cache line of a CPU."""
 
 _CLOSE = 1.001
-"""Maximum ratio of a plan's size to the peak of live bytes at which the plan is good enough."""
+"""A plan whose size is at most this multiple of the peak of live bytes is good enough: the planner tries no further."""
 _ROUNDS = 12
 """Maximum number of attempts to improve the best order."""
 _FOREVER = np.iinfo(np.int64).max
@@ -107,7 +107,8 @@ class _Lives:
             beside = (born[:placed] < self.died[block]) & (died[:placed] > self.born[block])
             lower, upper = begins[:placed][beside], ends[:placed][beside]
             by_address = np.argsort(lower, kind="stable")
-            # Blocks that are alive at other times may overlap, so the end of all lower blocks is a running maximum.
+            # Address ranges may overlap, because the blocks need not live at the same time as each other. The end of
+            # all blocks below a gap is therefore a running maximum.
             below = np.maximum.accumulate(np.concatenate([[0], upper[by_address]]))
             fits = np.flatnonzero(lower[by_address] - below[:-1] >= self.sizes[block])
             address = int(below[fits[0]] if len(fits) else below[-1])

@@ -22,7 +22,7 @@ REST = "activations and all else"
 _TO_THE_HOST = ("memory.offload", "memory.offloadactivations")
 """Features that move tensors to host memory; useless if the device is the CPU."""
 
-# Ways to reduce each kind, the cheapest first: (name of the feature, whether the feature needs several ranks, advice).
+# Ways to reduce each kind of memory, the cheapest first: (feature, whether the feature needs several ranks, advice).
 _KNOBS = {
     REST: (
         ("", False, "raise `run.accumulate`, or lower `run.batch` or `data.sequence`"),

@@ -1,4 +1,4 @@
-"""Defines the prefixes of keys for recorded memory in the facts of a run's trace."""
+"""Prefixes of the keys under which recorded memory is stored in a run's trace, among the trace's `facts`."""
 
 KIND_FACT = "memory of kind "
 """Prefix of keys that end with a kind of memory; the value is the kind's bytes at the peak."""

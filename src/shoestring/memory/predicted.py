@@ -73,7 +73,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _INDEXED:
-            # The number of true elements of a mask is unknown, so all elements count, with an index for each dimension.
+            # How many elements of a mask are true is unknown, so all elements count, with an index for each dimension.
             indices: list[Tensor | None] = []
             for index in args[1]:
                 if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -249,8 +249,8 @@ def predict_step(
 
 
 def update(optimizer: Optimizer) -> None:
-    """Step an optimizer whose tensors are fake. Native loops refuse these; the error is ignored, because such loops
-    allocate nothing."""
+    """Step an optimizer whose tensors are fake. Native loops refuse fake tensors; their error is ignored, because
+    native loops allocate nothing."""
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -286,7 +286,8 @@ def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 class ImaginedWorld(World):
-    """The first of several ranks. Other ranks do not exist, and are assumed to send the same data as the first rank."""
+    """A world with only its first rank; the other ranks are imagined, and assumed to send the same data as the
+    first."""
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -414,7 +415,7 @@ def device_type() -> str:
 
 
 def fake_batch(batch: Batch, shape: tuple[int, int], device: str) -> Batch:
-    """A batch with the shapes of another one, or of token ids if it is None; used inside `fake_tensors`."""
+    """Make zeros shaped like `batch`, or like token ids of `shape` if `batch` is None; called inside `fake_tensors`."""
     if batch is None:
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         batch = {"inputs": tokens, "targets": tokens}

@@ -62,7 +62,7 @@ class AdapterConfig:
 
 
 def _pattern(text: str, where: str) -> re.Pattern[str]:
-    """Compile a pattern of layer names to the regular expression that PEFT uses.
+    """Compile a pattern of layer names as PEFT does: it must match a whole name, or the end of a name after a dot.
 
     Raises:
         CheckpointError: the pattern is invalid, or has so many repetitions that matching might take too long.

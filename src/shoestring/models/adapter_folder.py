@@ -42,14 +42,14 @@ _SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_m
 
 
 class LayerPart(NamedTuple):
-    """A layer in PEFT's layout: its name, and the rows of the `GPT` layer that hold it."""
+    """A layer or parameter in PEFT's layout: its name, and its rows in the model's own layer or parameter."""
 
     name: str
     rows: slice
 
 
 class SavedAdapter(NamedTuple):
-    """The contents of an adapter folder, with tensors in float32 and under a model's names of layers and parameters."""
+    """The contents of an adapter folder as float32 tensors, by the model's own names of layers and parameters."""
 
     layers: dict[str, LowRank]
     """Adapters by layer name."""
@@ -136,7 +136,7 @@ def write(
 
 
 def _parameters_of(model: nn.Module) -> dict[str, list[LayerPart]]:
-    """Maps each parameter name of a model to the parameters that it becomes in transformers' layout."""
+    """Map the name of each parameter of a model to the parameters that hold its rows in transformers' layout."""
     if isinstance(model, GPT):
         parameters: dict[str, list[LayerPart]] = {}
         for ours, tensors in llama.layout(model.config):
@@ -153,7 +153,7 @@ def _parameters_of(model: nn.Module) -> dict[str, list[LayerPart]]:
 
 
 def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
-    """Maps each linear layer of a model to the layers that it becomes in transformers' layout."""
+    """Map the name of each linear layer of a model to the layers that hold its rows in transformers' layout."""
     if isinstance(model, GPT):
         layers = {}
         for ours, tensors in llama.layout(model.config):
@@ -191,7 +191,7 @@ def fingerprint_of(model: nn.Module, layers: Mapping[str, Any]) -> str:
 
 
 def base_of(folder: Path) -> str:
-    """Name of an adapter's base model, in the form that transformers accepts; empty if the file does not state it."""
+    """Name or folder of an adapter's base model, as transformers opens it; empty if the file does not state it."""
     return adapter_fields(folder / CONFIG).text("base_model_name_or_path", "")
 
 
@@ -321,7 +321,7 @@ def _is_of_module(name: str, modules: Sequence[str]) -> bool:
 
 
 def _joined(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.Module) -> LowRank:
-    """Join the adapters of a fused layer's parts (query, key and value) to one adapter of the fused layer.
+    """Join the adapters of a fused layer's parts (such as query, key and value) into one adapter of the fused layer.
 
     If the parts share their factor A, the joined adapter uses that A. Otherwise the factors A are stacked, and the rank
     is the sum of the parts' ranks.

@@ -69,7 +69,7 @@ def matrix(layer: nn.Module) -> Tensor:
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:
-    """The shape (N, K) of a linear layer's weight; quantised weights need not be dequantised to find it."""
+    """The shape (N, K) of a linear layer's weight; quantised weights are not dequantised."""
     if isinstance(layer, quantized.QuantizedLinear | NF4Linear):
         return layer.out_features, layer.in_features
     rows, columns = matrix(layer).shape

@@ -3,9 +3,9 @@
 A layer computes x Wᵀ for all rows at once, and adds (x Aᵀ) Bᵀ s with the factors of each row. Rows without an adapter
 get exactly the output of the model alone. Sources: Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
 
-On a CPU, a native kernel computes the low-rank products of few tokens and reads each adapter once. If the layer's own
-product is native too, the same call computes it. Otherwise, rows whose adapters have equal ranks share two batched
-products.
+On a CPU, in passes over few tokens, a native kernel computes the low-rank products and reads each adapter once. If the
+layer's own product is native too, the same call computes it. In all other passes, rows whose adapters have equal ranks
+share two batched products.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class Factors:
     def tiles(self) -> tuple[Tensor, Tensor]:
         """`b` in the order in which the native kernel reads it, and the table of its tiles.
 
-        A tile is TILE rows of `b`, of which only the columns from the first to the last nonzero one are stored. The
-        table (tiles, 3) has for each tile the index of its first number, its first column, and the column after its
-        last.
+        A tile consists of TILE rows of `b`, of which only the columns from the first to the last nonzero one are
+        stored. Each row of the table (tiles, 3) holds the offset of a tile among the stored elements, its first column,
+        and the column after its last.
         """
         rows, rank = self.b.shape
         padded = F.pad(self.b, (0, 0, 0, -rows % TILE)).view(-1, TILE, rank)
@@ -163,7 +163,7 @@ def place(adapters: Mapping[str, LowRank], layers: Mapping[str, AdaptableLayer],
         a, b = adapter.a, adapter.b.double() * adapter.scale
         factors[name] = Factors(a.to(site.device, site.dtype).contiguous(), b.to(site.device, site.dtype).contiguous())
         if _is_native(factors[name].a):
-            _ = factors[name].tiles  # computed now, so that no request has to wait for it
+            _ = factors[name].tiles  # computed and cached now, so that no request has to wait for it
     return LoadedAdapter(factors, next(_numbers))
 
 
@@ -312,7 +312,7 @@ class RowProduct:
 
     @cached_property
     def table(self) -> tuple[int, int, int]:
-        """Arguments of the native kernel: the number of groups, the address of the table of groups, and that of the row
+        """Arguments of the native kernel: the number of groups, and the addresses of the table of groups and of the row
         indices."""
         groups, rows = self._tables
         return len(groups), groups.data_ptr(), rows.data_ptr()

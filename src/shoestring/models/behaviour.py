@@ -117,7 +117,7 @@ def observe(model: nn.Module) -> Behaviour:
 
 
 def packing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
-    """Why a model lets texts that are packed into one sample attend to each other; empty if it does not.
+    """The reason why texts that are packed into one sample attend to each other in a model; empty if they do not.
 
     A transformers model is tested by running a small copy of it, any other model by running the model itself.
 
@@ -129,9 +129,9 @@ def packing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
 
 
 def sharing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
-    """Why a model cannot read answers that share the beginning of one sample; empty if it can.
+    """The reason why a model cannot read several answers in one sample after a shared beginning; empty if it can.
 
-    The answers are kept apart by a mask, as in `PreferenceDataset`. Arguments as for `packing_fault`.
+    A mask keeps the answers from attending to each other, as in `PreferenceDataset`. Arguments: see `packing_fault`.
     """
     return _fault(model, sharing_difference, "sharing_why", vocabulary, length)
 
@@ -139,8 +139,8 @@ def sharing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
 def _fault(
     model: nn.Module, difference: Callable[[nn.Module, int, int], str], name: str, vocabulary: int, length: int
 ) -> str:
-    """Result of `difference` for a model; read from the field `name` of the stored observation if there is an
-    observation."""
+    """Run `difference` on a model, or on a small copy of a transformers model. If `use_cache` is off, as it is in
+    observations, the field `name` of the model's observation is returned instead."""
     if not hf.is_pretrained(model):
         with _undisturbed(model):
             return difference(model, vocabulary, length)
@@ -229,7 +229,7 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
         return Behaviour(cache="ours", carried=[], switches=[], native_layers=fast, **facts)
     older = ["cache_position"] if "cache_position" in inspect.signature(model.forward).parameters else []
     limits = [(), *((limit,) for limit in sorted(shrunken.scaled))]
-    # The cheapest ways to use a cache come first.
+    # The cheapest ways to use a cache are tried first.
     ways = list(product((False, True), ("", "position_ids", *older), (True, False), (True, False), limits))
     reason = ""
     for by_prefix in (False, True):

@@ -58,8 +58,7 @@ def routers(model: nn.Module) -> set[nn.Module]:
 
 
 def read_by_others(model: nn.Module) -> dict[nn.Module, str]:
-    """Layers whose weights another module reads without calling the layer; each is mapped to a sentence that names the
-    other module."""
+    """Map each layer whose weight other code uses without calling the layer to a sentence that names this code."""
     layers: dict[nn.Module, str] = {}
     for module in model.modules():
         if {"A_log", "D"} <= module._parameters.keys():  # a state-space mixer

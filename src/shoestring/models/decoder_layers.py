@@ -29,7 +29,7 @@ from shoestring.models.sublayers import SkippedForward
 MOST_TOKENS = 64
 """Maximum number of tokens in a native pass, summed over all rows; long prompts exceed it."""
 LIBRARIES = ("decoder_layers", "skinny_dense", "skinny_attention")
-"""Native libraries that decoding uses for weights of every kind."""
+"""Native libraries that decoding uses for every data type of the weights."""
 _OTHERWISE = "a pass runs its layers operator by operator, which is slower than one native call"
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -303,7 +303,7 @@ class DecoderLayers:
         )
 
     def _address(self, module: nn.Module, name: str) -> int:
-        tensor = module._parameters.get(name, module._buffers.get(name))  # None if it is parametrized
+        tensor = module._parameters.get(name, module._buffers.get(name))  # None if torch parametrizes the weight
         if tensor is None or type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not self.dtype:
             raise _UnfitError
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -328,7 +328,7 @@ class DecoderLayers:
         self._low = max((product.room for product in products if product), default=0)
 
     def _need(self, *names: str) -> None:
-        """Load the named functions, which decoder_layers.c calls.
+        """Load these native functions, so that decoder_layers.c can call them.
 
         Raises:
             _UnfitError: a function cannot be compiled.
@@ -361,7 +361,8 @@ def _skipped(modules: Sequence[nn.Module]) -> dict[int, float] | None:
 
 
 def _row_products(linears: Sequence[nn.Module]) -> list[RowProduct | None] | None:
-    """The adapters of each linear layer, if it has any; None if a layer has hooks or another forward pass."""
+    """For each linear layer, the `RowProduct` of its adapters, or None if it has no adapters; None instead of the list
+    if a layer has hooks or another forward pass."""
     products: list[RowProduct | None] = []
     for linear in linears:
         forward = linear.__dict__.get("forward")

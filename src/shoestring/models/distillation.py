@@ -194,7 +194,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _KnownLosses(torch.autograd.Function):
-    """Like `_TokenLosses`, for a teacher in the form of `KnownWords`.
+    """Like `_TokenLosses`, for a teacher whose distributions are `KnownWords`.
 
     student (N, V), words (N, k), log-probabilities (N, k + 1), drawn (N, m), entropy (N,) -> loss, divergence and
     acceptance, (N,) each.
@@ -312,8 +312,8 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def acceptance(
     student: nn.Module, teacher: nn.Module, batches: Iterable[Batch], forward: Forward = call_model
 ) -> tuple[float, int]:
-    """Sum of Σ min(p, q) at temperature 1 over all tokens of `batches` that have a target, and the number of these
-    tokens.
+    """Sum the acceptance probability Σ min(p, q) of teacher p and student q, at temperature 1, over all tokens of
+    `batches` that have a target; also returns the number of these tokens.
 
     The ratio of the two results is the fraction of drafted tokens that is accepted when the student drafts
     continuations of prefixes of these texts.

@@ -1,9 +1,9 @@
 """Reads and writes models in GGUF, llama.cpp's file format, for the architectures of `gguf_architectures`.
 
 A file holds the shape of the model (`gguf_keys`), its tokenizer (`gguf_tokenizer`) and its weights. llama.cpp's types
-Q8_0 and Q4_0 are the 8-bit and 4-bit numbers of `rounding`, so these weights are converted in both directions without
-being rounded again. A Llama is read as `GPT` if `GPT` supports its configuration; all other models are read as
-transformers models.
+Q8_0 and Q4_0 equal the 8-bit and 4-bit formats of `rounding`, so that such weights are read and written without being
+rounded again. A Llama is read as `GPT` if `GPT` supports its configuration; all other models are read as transformers
+models.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def save(model: nn.Module, tokenizer: Tokenizer | None, path: Path, kind: Kind, 
         config = usual = llama.to_llama_config(model.config, torch.float32)
     elif hf.is_pretrained(model):
         text = cast(Any, model).config.get_text_config()
-        config, usual = text.to_dict(), type(text)().to_dict()  # and the default configuration of this model type
+        config, usual = text.to_dict(), type(text)().to_dict()  # `usual`: the default configuration of the model type
     else:
         raise ConfigError(f"a {type(model).__name__} cannot be written as GGUF", hint="only language models can")
     architecture = architecture_of(config)

@@ -1,9 +1,9 @@
 """Describes the llama.cpp architectures that can be read and written; one description serves both directions.
 
 A description maps GGUF's keys and tensors to transformers' configuration entries and modules. A description also lists
-the configuration entries that llama.cpp assumes to have a fixed value, and the order of the rows of each weight. Facts
-about llama.cpp are from its `convert_hf_to_gguf.py` and `llama-model.cpp`; `benchmarks/models/gguf.py` compares the
-texts that llama.cpp and this package generate.
+the configuration entries that llama.cpp assumes to have a fixed value, and the order of the rows of each weight. What
+is said here about llama.cpp comes from its `convert_hf_to_gguf.py` and `llama-model.cpp`; `benchmarks/models/gguf.py`
+compares the texts that llama.cpp and this package generate.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Key:
     entry: str
     kind: Literal["count", "number", "flag"] = "count"
     default: Any = None
-    """Value that llama.cpp uses if the file lacks the key, or the name of the entry whose value it then uses. None if
-    the key is required."""
+    """Value that llama.cpp uses if the file lacks the key: the value itself, or the name of the entry that holds it.
+    None if the key is required."""
     optional: bool = False
     """Whether the entry may be None; the key is then not written."""
 
@@ -51,11 +51,11 @@ class Architecture:
     unused: tuple[str, ...] = ()
     """Keys that appear in files although llama.cpp does not use them."""
     present: Mapping[str, str] = field(default_factory=dict)
-    """Maps a configuration entry to the tensor whose presence in the file makes the entry true; if `!` stands before
-    the tensor's name, its absence makes the entry true."""
+    """Maps a configuration entry to a tensor: the entry is true if the file has the tensor or, if `!` stands before the
+    tensor's name, if the file lacks it."""
     rows: Mapping[str, Callable[[Entries], Tensor]] = field(default_factory=dict)
-    """Maps the name of a tensor, without its suffix, to a function that gives the row indices of the model's weight in
-    the file's order."""
+    """Maps the name of a tensor, without its suffix, to a function that returns, for each row of the tensor in the
+    file, the index of this row in the model's weight."""
     plus_one: tuple[str, ...] = ()
     """Names of tensors, without suffix, to which the file adds 1 relative to the model's weights."""
     head_dim: bool = True
@@ -65,12 +65,12 @@ class Architecture:
     """Period in layers: the last layer of each period has full attention, the others a sliding window. 0 if llama.cpp
     has no sliding window for this architecture."""
     query_scale: int = 0
-    """Number of blocks of the model whose `query_pre_attn_scalar` is hidden_size / heads; models of other sizes use the
-    width of a head. 0 if the architecture has no such entry."""
+    """Number of blocks of the one model size for which `query_pre_attn_scalar` is hidden_size / heads; for all other
+    sizes, it is the width of a head. 0 if the architecture has no such entry."""
     local_rope: bool = False
     """Whether layers with a sliding window use other rotary frequencies than layers with full attention."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the file, with the only value of each key that is supported."""
+    """Further keys of the file, each with its only supported value."""
     untied_head: bool = False
     """Whether the file must contain the output layer even if its weight is tied to the embeddings."""
     names: Mapping[str, str] = field(default_factory=dict)

@@ -22,8 +22,8 @@ _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"
             12: "<f8"}  # fmt: skip
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _ENTRIES, _TEXTS, _DIMENSIONS = 1 << 18, 1 << 22, 4
-"""Three maximum numbers: of metadata values or tensors in a file; of strings in its arrays, which are read one by one;
-and of dimensions of a tensor."""
+"""Largest number of metadata values or of tensors in a file; largest number of strings in all arrays of a file, which
+are read one by one; and largest number of dimensions of a tensor."""
 
 
 class StoredTensor(NamedTuple):

@@ -208,7 +208,7 @@ def config_of(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
 
 
 def _counts(architecture: Architecture, fields: Fields, tensors: int) -> dict[str, Any]:
-    """The configuration entries that correspond to single keys of the file (`Architecture.keys`), and the width of a
+    """The configuration entries whose values are in one key of the file each (`Architecture.keys`), and the width of a
     head."""
     entries: dict[str, Any] = {}
     for key in architecture.keys:

@@ -145,7 +145,7 @@ def _checked(factors: Mapping[str, np.ndarray], name: str, width: int, where: st
 
 
 def _yarn_attention(factor: float) -> float:
-    """Factor by which YaRN scales the products of queries and keys in ggml and, by default, in transformers."""
+    """Factor by which YaRN scales both queries and keys in ggml and, by default, in transformers."""
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 

@@ -102,7 +102,7 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class TensorSource(NamedTuple):
-    """The tensors of a file, and the facts needed to convert them to the model's weights."""
+    """The tensors of a file, and what is needed to convert them to the model's weights."""
 
     tensors: Mapping[str, StoredTensor]
     architecture: Architecture
@@ -122,7 +122,7 @@ class TensorSource(NamedTuple):
         return tensor
 
     def our_rows(self, part: TensorRows) -> Tensor | slice:
-        """The index that brings the rows of a part into the model's order."""
+        """The index that sorts the rows of a stored tensor into the order of the model's weight."""
         rows = self.architecture.rows.get(part.kind)
         return slice(None) if rows is None else rows(self.entries).argsort()
 

@@ -98,7 +98,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose weight is initialised from a normal distribution, like that of `Linear`."""
+    """An embedding whose weight is initialised from a normal distribution, like the weight of `Linear`."""
 
     def __init__(self, rows: int, width: int, std: float) -> None:
         self.std = std

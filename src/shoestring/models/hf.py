@@ -52,7 +52,7 @@ _CONTEXTS = (
 """Configuration entries that give a model's context length, under the names that different model families use."""
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _HUB_SECONDS = 10.0
-"""Time limit in seconds for the hub's answer whether it has a model."""
+"""Time limit, in seconds, for asking the hub whether it has a model."""
 _OPENED = (".json", ".safetensors", ".jinja")
 """Suffixes of the files that transformers opens in a model's folder."""
 

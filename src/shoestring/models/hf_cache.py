@@ -194,8 +194,8 @@ class TextPasses:
         cache.length, cache.state, cache.carried = source.length, source.state, source.carried
 
     def _passes(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Plan the passes that read a text from `start` to `end`. Each pass is a triple: first position, end position
-        (exclusive), and the number of its last positions whose logits have not been computed by an earlier pass."""
+        """Plan the passes that read a text from `start` to `end`. Each pass is a triple: its first position, its end
+        position (exclusive), and how many of its last positions no earlier pass has computed logits for."""
         passes: list[tuple[int, int, int]] = []
         for switch in sorted(self.own.switches):
             if 0 < start <= switch < end:

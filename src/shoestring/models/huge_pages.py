@@ -33,7 +33,8 @@ def settle(model: nn.Module) -> int:
     share their storage are not moved. Peak memory is the size of the model plus its largest tensor.
 
     Returns:
-        Number of bytes moved; 0 if the weights are smaller than a huge page, or if the system offers no huge pages.
+        Number of bytes moved; 0 if the weights are smaller than a huge page, or if the system offers no huge pages or
+        not enough memory.
     """
     tensors = [
         tensor

@@ -158,8 +158,8 @@ def load_pretrained(folder: Path) -> GPT:
 
 
 def to_llama_config(config: GPTConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of a `config.json` that transformers 4 (with rope_theta and torch_dtype) and 5 can read, for
-    `config`."""
+    """The content of the `config.json` for a `GPT`, which transformers 4 (with rope_theta and torch_dtype) and 5 can
+    read."""
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["LlamaForCausalLM"],

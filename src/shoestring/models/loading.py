@@ -84,7 +84,7 @@ def outline(source: str, *, weights: bool = False) -> nn.Module | None:
                 form = _format(config, folder)
                 return hf.build(str(folder), {}, {}) if form == "transformers" else READERS[form](folder, False)
             mark = _mark(config, folder)
-            # For the other formats, the marker's entry `of` describes the plain form.
+            # If layers were replaced, the marker's entry `of` describes the model without replaced layers.
             if mark.text("format") in ("packed", "quantized", "adapted"):
                 mark = _mark(config, folder, mark.table("of"))
             return _unfilled(mark, config, folder, trust_of(folder, config))
@@ -107,7 +107,7 @@ def build_model(
     Args:
         target: `package.module:callable`, `hf:NAME`, or the folder of a run or of a model to start from.
         weights: whether the weights of a model folder are read; False if a state is loaded afterwards.
-        trust: trust in `target` if it is a callable; if `target` is a folder, the trust in this folder decides instead.
+        trust: trust in `target` if it is a callable; for a folder, the user's trust in this folder is used instead.
 
     Raises:
         TrustError: `target` names code that the user does not trust.
@@ -306,8 +306,7 @@ def _from_replaced(folder: Path, trust: bool) -> nn.Module:
 
 
 def _unfilled(mark: Fields, config: Mapping[str, Any], folder: Path, trust: Trust) -> nn.Module:
-    """Build the model of a folder in its plain form (without packed, quantised or adapted layers), with initial
-    weights."""
+    """Build the plain form of a folder's model (without packed, quantised or adapted layers), with initial weights."""
     form = mark.text("format")
     if form == "gpt":
         return GPT(llama.from_llama_config(config, str(folder / "config.json")))
@@ -359,8 +358,8 @@ def origin_of(
 ) -> dict[str, Any]:
     """The entries of config.json that are needed to build a run's model again.
 
-    For a model folder, these are the entries from which the folder's own model was built, so only folders in
-    transformers' format are needed later.
+    If `target` is a model folder, these entries state how the model in this folder was built. The folder itself is
+    therefore needed later only if it is in transformers' format.
 
     Args:
         project: folder that may hold the code that `target` names; empty for none.
@@ -408,8 +407,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _mark(config: Mapping[str, Any], folder: Path, table: Mapping[str, Any] | None = None) -> Fields:
-    """The marker of shoestring in a config.json, with the format filled in; if `table` (the marker of the plain form)
-    is given, `table` is used instead."""
+    """The marker of shoestring in a config.json, with its format filled in. If `table` is not None, `table` itself is
+    the marker: the entry `of`, which describes the model without replaced layers."""
     if table is None:
         form, mark = _format(config, folder), config.get(MARKER)
         table = {**(mark if isinstance(mark, dict) else {}), "format": form}

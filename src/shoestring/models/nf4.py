@@ -45,9 +45,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise a weight (N, K) to NF4.
 
     Returns:
-        The codes, bytes (N K / 2,) of two weights each; the 8-bit scales (N K / 64,); and the second-level scales
-        followed by the mean of the scales (N K / 64 / 256 + 1,). The second-level scales are stored as the bits of fp32
-        numbers in int32, so that casts of the model do not change them.
+        The codes, two in each byte (N K / 2,); the 8-bit scales (N K / 64,); and the second-level scales followed by
+        the mean of the scales (N K / 64 / 256 + 1,). The second-level scales and the mean are stored as the bits of
+        fp32 numbers in int32, so that casts of the model do not change them.
     """
     numbers, scales, coarse = _quantize(weight.detach())
     return numbers, scales, coarse
@@ -95,7 +95,7 @@ def _(numbers: Tensor, scales: Tensor, coarse: Tensor, rows: int, dtype: torch.d
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values that the 4-bit codes of weights and the 8-bit codes of scales stand for."""
+    """Two tables: the values of the 4-bit codes of weights, and of the 8-bit codes of scales."""
     functional = library()
     return functional.get_4bit_type("nf4", device=device), functional.create_dynamic_map().to(device)
 

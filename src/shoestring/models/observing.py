@@ -66,7 +66,7 @@ def reference_of(
     pass over the whole text.
 
     Args:
-        carried: the model's state outside of caches, as `carried_by` finds it.
+        carried: names of the model's state outside of caches, as `carried_by` returns them.
         by_prefix: compute the logits after each prefix of the text in a separate pass without a cache.
     """
     long, short = tokens, tokens.flip(0)[: max(6, len(tokens) // 4)]

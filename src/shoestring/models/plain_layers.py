@@ -64,9 +64,9 @@ def _tried(layer: nn.Module, x: Tensor, **attributes: Any) -> Tensor | None:
 
 @torch.no_grad()
 def read_directly(model: nn.Module) -> set[nn.Module]:
-    """Find, by a pass over two tokens, the layers whose weight the model reads without calling the layer, even if it
-    reads only the data type. The result is empty for a model that does not take tokens, and for `GPT`, which handles
-    every form of its embedding.
+    """Find, by a pass over two tokens, the layers whose weight the model reads without calling the layer, even if only
+    to get the weight's data type. The result is empty for a model that does not take tokens, and for `GPT`, which works
+    with every type of embedding layer.
     """
     if isinstance(model, GPT):
         return set()

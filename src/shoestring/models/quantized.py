@@ -59,9 +59,9 @@ def quantized_linear(
 
     On a CPU, native kernels round the inputs to 16-bit integers, with a scale for each group, and multiply them by the
     packed weight: few rows in one pass over the weight, many rows in blocks. A row of y is bitwise independent of the
-    number of other rows. In training, and if the kernels cannot be used, many rows are multiplied by the dequantised
-    weight with `F.linear`. The backward pass dequantises again, so no dense weight is kept in memory between the
-    passes.
+    number of other rows. In training and under torch.compile, more than `FEW_ROWS` rows are multiplied by the
+    dequantised weight with `F.linear`, as are all rows if the kernels cannot be used. The backward pass dequantises
+    again, so no dense weight is kept in memory between the passes.
 
     Args:
         x: (…, K), of any floating type. weight, scales: as `pack` returns them. rows: N. bias: (N,).
@@ -138,7 +138,7 @@ def room(count: int, inputs: int) -> int:
 
 @cache
 def few_rows(dense: bool) -> int:
-    """Largest number of rows for which the kernel for few rows is faster on this processor than the kernel for many."""
+    """Largest number of rows for which the kernel for few rows is the faster of the two kernels on this processor."""
     try:
         return native.load("skinny_quantized").few_rows(not dense)
     except native.CompileError:
@@ -329,12 +329,12 @@ def of(module: nn.Module, bits: Bits, *, rounded: bool = True) -> Quantized:
 
 
 def _stays24(module: nn.Module) -> TypeGuard[PackedLinear]:
-    """Whether a quantised layer stays 2:4, which takes fewer bytes; this requires that the values fill whole groups."""
+    """Whether a layer stays 2:4 when it is quantised, which takes fewer bytes; its values must fill whole groups."""
     return isinstance(module, PackedLinear) and module.values.shape[1] % GROUP == 0
 
 
 def _numbered(module: nn.Module) -> Tensor | None:
-    """The tensor of a layer that is quantised: its weight, or its values if the layer stays 2:4; None for other
+    """The tensor that is quantised in a layer: its weight, or the packed values if the layer stays 2:4; None for other
     modules."""
     return module.values if _stays24(module) else matrix(module)
 

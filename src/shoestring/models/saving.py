@@ -39,8 +39,8 @@ def save_model(
     write_beside: Callable[[Path], None] | None = None,
     beside: Beside = NOTHING,
 ) -> None:
-    """Write a model as safetensors and config.json, in transformers' format if it has one; otherwise config.json holds
-    `origin`.
+    """Write a model as safetensors and config.json: in the format of its class if the class has one, otherwise with
+    `origin` in config.json.
 
     The new model replaces an earlier model in the folder atomically; other files stay.
 
@@ -105,8 +105,8 @@ def save_like(built: nn.Module, source: Path, folder: Path) -> None:
 
 
 def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
-    """Write the model's files in the format of its class; `config` is the content of config.json for classes without a
-    format."""
+    """Write the model's files in the format of its class; `config` is the content of config.json for classes without
+    their own format."""
     own_format = getattr(built, "save_pretrained", None)
     if slorb.adapted(built) or packed24.packed(built) or quantized.quantized(built):
         if isinstance(built, GPT):
@@ -236,8 +236,8 @@ def remember(target: str, folder: Path) -> None:
 
 
 def model_folder(target: Path | str) -> Path | None:
-    """The folder with a model's config.json: `target` itself, or its subfolder `model` if it is a run folder; None if
-    neither has one."""
+    """The folder with a model's config.json: the subfolder `model` of `target`, as in run folders, or else `target`
+    itself; None if neither has one."""
     for folder in (Path(target) / "model", Path(target)):
         recover(folder)
         if (folder / "config.json").exists():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 LENGTH = 48
-"""Length in tokens of a text that is longer than every attention window and every other such limit of a copy."""
+"""Number of tokens in a test text; larger than every attention window and every similar limit of a copy."""
 MOST_WEIGHTS = 30_000_000
 """Maximum number of weights of a copy."""
 _WINDOWS = {
@@ -171,7 +171,7 @@ def _shrink_part(config: Any, factor: int, scaled: dict[int, int]) -> None:
 
 
 def _scale_windows(values: dict[str, Any], scaled: dict[int, int]) -> None:
-    """Scale down those settings that are a number of tokens, including nested settings, and record them in `scaled`."""
+    """Scale down all settings that are a number of tokens, also in nested objects, and record them in `scaled`."""
     for name, value in values.items():
         if isinstance(value, dict):
             _scale_windows(value, scaled)

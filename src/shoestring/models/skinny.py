@@ -23,9 +23,9 @@ OTHERWISE = "decoding takes torch's functions, which are slower than native ones
 FEW_ROWS = 16
 """Maximum number of input rows for which native products are used on any processor."""
 DENSE_ROWS = {torch.float32: 64, torch.bfloat16: 32}
-"""Maximum number of input rows for which native products are used on processors with AVX-512, by data type. Up to this
-number, torch's product was at most 8% faster in measurements, and for 17 to 32 rows of float32 it took 1.3 to 2.1 times
-as long (four shapes of 0.7 to 17 M weights, two threads)."""
+"""Maximum number of input rows for which native products are used on processors with AVX-512, by data type. In
+measurements up to this number of rows, torch's product was at most 8% faster than the native one; for 17 to 32 rows of
+float32, torch's took 1.3 to 2.1 times as long (four shapes of 0.7 to 17 M weights, two threads)."""
 FEWEST_WEIGHTS = 1 << 17
 """Minimum number of weights for which native products are used; for smaller layers, the call costs more than the
 product."""
@@ -157,7 +157,7 @@ class Products:
         self._set: list[tuple[dict[str, Any], str]] = []
 
     def __enter__(self) -> None:
-        # Writing to the modules' __dict__ takes only microseconds for a hundred layers; it is done for every token.
+        # This runs for every token; writing to the `__dict__` of a hundred modules takes only microseconds.
         for names, name, method in self._methods:
             if name not in names:
                 names[name] = method

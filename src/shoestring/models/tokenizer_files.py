@@ -28,7 +28,7 @@ def find_tokenizer(model: Path | str) -> Path | None:
 
 
 def require_tokenizer(model: Path | str) -> Path:
-    """`find_tokenizer`, for a model that must have one.
+    """Like `find_tokenizer`, but an error is raised if the model has no tokenizer.json.
 
     Raises:
         ConfigError: the model has no tokenizer.json, or there is no such model.

@@ -1,4 +1,4 @@
-"""Gives a model that was built on `meta` fake tensors of a device, on which operators compute shapes only."""
+"""Replaces the meta tensors of a model by fake tensors of another device, for which operators compute only shapes."""
 
 from __future__ import annotations
 

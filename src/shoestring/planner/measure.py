@@ -44,8 +44,8 @@ from shoestring.training.data_loading import DataSets, to_device
 from shoestring.training.user_code import UserCode
 
 TURNS = 3
-"""Number of times that all parts are measured in turn; the median counts, so that other work on the machine that lasts
-for less than a turn changes nothing."""
+"""Number of turns, in each of which all parts are measured once. The median of the turns counts, so that other work on
+the machine changes nothing if it lasts for less than a turn."""
 SUSTAINED = 0.1
 """Minimum number of seconds for which a pass is repeated in each turn. A processor with a quota, or a cool one, runs a
 single short pass faster than the many passes of a step."""
@@ -79,7 +79,7 @@ class _Timed:
 
 
 Turn = Callable[[], tuple[float, ...]]
-"""Measures a part once more; returns seconds of its passes."""
+"""Function that measures one part in one turn; it returns the seconds of the part's passes."""
 
 
 def _medians(parts: Sequence[Turn]) -> list[tuple[float, ...]]:
@@ -100,7 +100,7 @@ def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Seque
             measuring.measure(to_device(data.first_batch(size), world.device), size)
         own = measuring.costs(tuple(sizes))
     del job, measuring
-    return_memory()  # because trials of plans, which follow, need it for their models
+    return_memory()  # the trials of plans that follow need this memory for their models
     messages = world.gather(json.dumps(asdict(own)).encode())
     everyone = [json.loads(message) for message in messages]  # own file: what the ranks of this job send
     return _slowest(own, everyone)
@@ -249,7 +249,7 @@ class _Measuring:
             yield
 
     def _block(self, index: int) -> Turn:
-        """Note the bytes of a block; returns what measures the seconds of its forward and backward pass."""
+        """Note the bytes of a block; returns a function that times its forward and backward pass."""
         block, timed = self.blocks[index], self.timed[index]
         args, kwargs = pytree.tree_map_only(Tensor, _detached, self.inputs[index])
         timed.trained, timed.frozen = _bytes_of(block.parameters(), block.buffers())
@@ -276,8 +276,10 @@ class _Measuring:
     # -- the layers outside the blocks -------------------------------------------------------------------------------
 
     def _around(self, batch: Batch, samples: int) -> Turn:
-        """Note the bytes of the layers outside the blocks; returns what measures the seconds of their passes: forward
-        before the blocks and behind them, backward behind them and before them."""
+        """Note the bytes of the layers outside the blocks; returns a function that times their passes.
+
+        The function returns seconds: forward before the blocks and behind them, backward behind them and before them.
+        """
         last = len(self.blocks) - 1
         first_hidden = list[Tensor]()
 

@@ -13,21 +13,22 @@ from shoestring.planning.predict import predict, with_order
 from shoestring.planning.step import Links
 
 CHANGED = 2
-"""Number of plans of each kind, the fastest ones, that are changed."""
+"""Number of plans of each kind that are changed: the fastest ones."""
 TILES = (2, 4)
 """Numbers of tiles of split layers."""
 ROUNDS = 100
-"""Effort of finding an order: see `planning.schedule`."""
+"""Rounds in which `planning.schedule` improves an order."""
 MORE = (0, 2, 4)
-"""Numbers of micro-batches of each part that an order may have in flight beyond those of the schedule."""
+"""Numbers of micro-batches per part, tried one by one, that an order may have in flight beyond the schedule's."""
 GAIN = 0.01
-"""Part of a step that an order must save: a run file with it is longer, and fits one number of micro-batches."""
+"""Fraction of a step's seconds that an order or tiles must save. A run file with an order is longer, and fits only one
+number of micro-batches."""
 
 
 def with_overlap(
     plans: Sequence[TrainingPlan], links: Links, slowdown: Mapping[str, float] | None, room: float
 ) -> list[TrainingPlan]:
-    """The plans, sorted as before, and among them the fastest ones with messages that overlap more.
+    """Add changed copies of the fastest plans in which messages overlap more; returns all plans, the fastest first.
 
     Args:
         slowdown: see `simulate`. room: bytes that a rank may hold.
@@ -56,7 +57,7 @@ def in_tiles(plan: TrainingPlan, links: Links, slowdown: Mapping[str, float] | N
 
 
 def _with_feature(plan: TrainingPlan, before: Feature, after: Feature) -> TrainingPlan:
-    """A plan with another feature in place of one."""
+    """A plan with the feature `after` in place of `before`."""
 
     def changed(features: Sequence[Feature]) -> tuple[Feature, ...]:
         return tuple(after if feature == before else feature for feature in features)

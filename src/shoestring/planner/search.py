@@ -180,7 +180,7 @@ class PlanSearch:
             run = replace(self.run, features=(*fixed, *added)).completed(world)
             own = tuple(feature for feature in run.features if feature not in fixed and isinstance(feature, Plannable))
             resolved, readers = resolve_all(run.features, world), world.ranks_over(DATA)
-            if unkept(resolved, world):  # with another feature, which owns the other axis, they may fit
+            if unkept(resolved, world):  # they may fit together with a feature that owns the other axis
                 return None
             reason, counts = self._refusal(resolved, world), self._counts(world)
             if not reason and not counts:
@@ -309,7 +309,7 @@ class PlanSearch:
 
 
 def as_trained(features: Sequence[Feature], model: torch.nn.Module, world: World) -> tuple[Feature, ...]:
-    """The features with the cuts that training uses: a plan chooses those of a pipeline by measured costs."""
+    """The features with the pipeline cuts that training uses; a plan instead chooses cuts by measured costs."""
     return tuple(one.as_trained(model, world, features) if isinstance(one, Pipeline) else one for one in features)
 
 

@@ -1,9 +1,8 @@
-"""Lower bounds of schedules: no order of tasks is faster than the best one for a single resource, if all others did any
-number of tasks at once.
+"""Lower bounds of schedules: the best order on one resource, if all others could do any number of tasks at once.
 
 Tasks are numbered so that each comes after those that it waits for (`before`), and have integer durations ("ticks").
-With preemption that problem is easy (Jackson, 1955). Without, few tasks are ordered by branch and bound, as Carlier
-(1982) does without delays between tasks.
+With preemption, the problem of one resource is easy (Jackson, 1955). Without preemption, it is solved for few tasks by
+branch and bound, as in Carlier (1982), but with delays between tasks.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 NODES = 1000
-"""Number of partial orders that branch and bound looks at."""
+"""Largest number of partial orders that branch and bound looks at."""
 MOST = 320
-"""Number of tasks of a resource up to which it is tried."""
+"""Largest number of tasks of a resource for which branch and bound is tried."""
 _NEVER = 1 << 62
 
 
 def heads_of(before: Sequence[Sequence[int]], ticks: Sequence[int]) -> list[int]:
-    """Ticks before the start of each task, at least."""
+    """Lower bound of the ticks before the start of each task, in any schedule."""
     heads = list[int]()
     for earlier in before:
         heads.append(max((heads[one] + ticks[one] for one in earlier), default=0))
@@ -27,7 +26,7 @@ def heads_of(before: Sequence[Sequence[int]], ticks: Sequence[int]) -> list[int]
 
 
 def tails_of(behind: Sequence[Sequence[int]], ticks: Sequence[int]) -> list[int]:
-    """Ticks from the end of each task to the end of the last one, at least."""
+    """Lower bound of the ticks from the end of each task to the end of the schedule."""
     tails = [0] * len(ticks)
     for task in reversed(range(len(ticks))):
         tails[task] = max((tails[user] + ticks[user] for user in behind[task]), default=0)
@@ -35,10 +34,10 @@ def tails_of(behind: Sequence[Sequence[int]], ticks: Sequence[int]) -> list[int]
 
 
 def preemptive(heads: Mapping[int, int], ticks: Sequence[int], tails: Sequence[int]) -> int:
-    """The end of the preemptive schedule of tasks on one resource, which always does the one with the longest tail.
+    """The end of the preemptive schedule on one resource that always runs the ready task with the longest tail.
 
     Args:
-        heads: the tasks -> when they can start.
+        heads: task on the resource -> tick at which it can start.
     """
     waiting, left = sorted(heads, key=heads.__getitem__), {task: ticks[task] for task in heads}
     ready, now, place, most = list[tuple[int, int]](), 0, 0, 0
@@ -61,10 +60,11 @@ def preemptive(heads: Mapping[int, int], ticks: Sequence[int], tails: Sequence[i
 def without_preemption(
     own: Sequence[int], before: Sequence[Sequence[int]], ticks: Sequence[int], tails: Sequence[int], known: int
 ) -> int:
-    """The end of the best schedule of one resource's tasks, or less if that is not found out.
+    """The end of the best schedule of one resource's tasks; 0 if there are too many tasks or orders to find it.
 
     Args:
-        own: the tasks of the resource, in order of their numbers. known: the end of a known schedule of all tasks.
+        own: the tasks of the resource, in order of their numbers. known: the end of a known schedule of all tasks,
+            which the result does not exceed.
     """
     if len(own) > MOST:
         return 0
@@ -85,7 +85,8 @@ class _OneResource:
         known: int,
     ) -> None:
         self.ticks, self.tails, self.best, self.nodes = ticks, tails, known, 0
-        # For each task: its nearest own ancestors, or -1 for none, -> the longest path between, without the two.
+        # For each task of the resource: nearest ancestor on the same resource (-1: start of the schedule) -> ticks of
+        # the longest path between the two, without their own.
         self.delays = dict[int, dict[int, int]]()
         mine, paths = {*own}, list[dict[int, int]]()
         for task, earlier in enumerate(before):
@@ -98,7 +99,7 @@ class _OneResource:
             paths.append({ancestor: delay + ticks[task] for ancestor, delay in path.items()})
 
     def heads(self, ends: Mapping[int, int], now: int) -> dict[int, int]:
-        """When each task that is left can start, if some have ended and the resource is free from `now` on."""
+        """Tick at which each remaining task can start, if tasks ended at `ends` and the resource is free from `now`."""
         heads = dict[int, int]()
         for task, delays in self.delays.items():
             if task not in ends:
@@ -111,7 +112,7 @@ class _OneResource:
         return heads
 
     def visit(self, ends: dict[int, int], now: int) -> None:
-        """Lower `best` to the end of the best order that begins with the tasks in `ends`, if it is better."""
+        """Lower `best` to the end of the best order that begins with the tasks in `ends`, if that is earlier."""
         self.nodes += 1
         heads = self.heads(ends, now)
         reached = max((end + self.tails[task] for task, end in ends.items()), default=0)

@@ -1,7 +1,7 @@
-"""Fuses messages that one resource sends one after the other, where a step then ends no later.
+"""Fuses consecutive messages of a resource, if the step then ends no later.
 
-A message of several tensors has the latency of one. It can only start when all of them exist, so fusing pays where
-messages are short and something else is late.
+A fused message has the latency of one message, but it can start only when all its tensors exist. So fusing pays if
+messages are short and the step waits for something else.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from shoestring.planning.schedule import TaskOrder, in_order, schedule
 from shoestring.planning.simulate import Task
 
 PASSES = 4
-"""Number of times that all neighbouring messages are tried."""
+"""Largest number of passes over all pairs of neighbouring messages."""
 
 Together = Callable[[Sequence[int]], float | None]
-"""Indices of messages -> seconds of one message that carries them all; None if there can be no such message."""
+"""Indices of messages -> seconds of one message that carries them all; None if they cannot be fused."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FusedTasks:
 
     tasks: list[Task]
     members: list[tuple[int, ...]]
-    """For each task, the indices of the given tasks that it does."""
+    """For each task, the indices of the original tasks that it consists of."""
     schedule: TaskOrder
     """A quick order of the tasks."""
 
@@ -62,10 +62,10 @@ def _in_its_order(tasks: list[Task], members: list[tuple[int, ...]], planned: Ta
 
 
 def _next_pair(fused: FusedTasks, place: int, together: Together) -> tuple[int, int, int, float] | None:
-    """The first pair of neighbouring messages, from a place among all pairs on, that is shorter as one message.
+    """The first pair of neighbouring messages, from the pair number `place` on, that is shorter as one message.
 
     Returns:
-        The place of the pair, its tasks, and the seconds of the message; None if there is no further pair.
+        The number of the pair, its two tasks, and the seconds of the fused message; None if there is no further pair.
     """
     pairs = list[tuple[int, int]]()
     for resource in sorted({task.resource for task in fused.tasks}):
@@ -93,7 +93,7 @@ def _merged(fused: FusedTasks, one: int, other: int, seconds: float) -> FusedTas
         nbytes=first.nbytes + second.nbytes,
         after=tuple(sorted({*first.after, *second.after})),
     )
-    # The fused message takes the place of the second one, which is behind all that either waits for.
+    # The fused message takes the place of the second one, which comes after all tasks that either message waits for.
     places = {index: index - (index > one) for index in range(len(tasks))} | {one: other - 1}
     merged = [both if index == other else task for index, task in enumerate(tasks) if index != one]
     merged = [replace(task, after=tuple(sorted({places[earlier] for earlier in task.after}))) for task in merged]

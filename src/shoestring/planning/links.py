@@ -88,7 +88,7 @@ def _time_messages(world: World, work: Callable[[Tensor], object], largest: int)
         seconds.append(float(slowest))
         sizes.append(message.nbytes)
         nbytes *= GROWTH
-    # No message takes longer than a larger one: what seems to has been disturbed.
+    # A message cannot take longer than a larger one; where it was measured to, the larger message's time is used.
     return sizes, [*accumulate(reversed(seconds), min)][::-1]
 
 

@@ -59,7 +59,7 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
 def tasks_of(step: StepPlan, links: Links) -> list[Task]:
     """The tasks of a step, of one rank of each stage, in the order in which each resource does them.
 
-    `after` says all that a task needs, so tasks may be put into another order (`planning.schedule`).
+    `after` lists everything that a task waits for, so `planning.schedule` may reorder the tasks.
     """
     building = _Building(step, links)
     building.passes()
@@ -67,7 +67,7 @@ def tasks_of(step: StepPlan, links: Links) -> list[Task]:
 
 
 def with_order(step: StepPlan, links: Links, more: int = 0, rounds: int = ROUNDS) -> StepPlan:
-    """The step with the passes of its stages in an order in which it may end earlier.
+    """Reorder the passes of the stages, so that the step may end earlier.
 
     Args:
         more: number of micro-batches of each part whose activations a stage may hold in addition to those that it holds
@@ -83,7 +83,8 @@ def with_order(step: StepPlan, links: Links, more: int = 0, rounds: int = ROUNDS
         if index in building.begins:
             stage, one = building.begins[index]
             kind = one.part, one.backward
-            # Micro-batches take equally long, so they keep their numbers' order, also where the schedule draws others.
+            # All micro-batches take equally long, so they stay in the order of their numbers whatever the schedule
+            # orders.
             passes[stage].append(every[one.part, one.backward, counts[kind]])
             counts[kind] += 1
     return replace(step, passes=passes)
@@ -93,10 +94,10 @@ def with_order(step: StepPlan, links: Links, more: int = 0, rounds: int = ROUNDS
 
 
 _SUMMED = 0.3
-"""Part of a forward pass through a block in split layers whose outputs ranks add up: of a transformer's 12 products of
-width d x d, these are 3.7."""
+"""Fraction of a block's forward pass that is spent in split layers whose outputs ranks add up: 3.7 of the 12 products
+of width d x d in a transformer's block."""
 _WEIGHT_GRADIENTS = 0.35
-"""Part of a backward pass through a block in which it computes gradients of the weights of its other layers."""
+"""Fraction of a block's backward pass that computes the weight gradients of the other layers."""
 _PIECE = 2**18
 """Bytes of a message when updated weights are gathered; slow links carry more bytes a second in short messages."""
 
@@ -171,10 +172,10 @@ class _Building:
         return True
 
     def _waits(self, one: StagePass) -> list[int]:
-        """What a pass waits for in any order of tasks, beside the pass that feeds it.
+        """Tasks that a pass waits for in any order of tasks, besides the pass that feeds it.
 
-        Before gradients are averaged, those of all micro-batches are added up. A forward pass over the limit waits for
-        a backward pass that frees the memory of as many activations.
+        A backward pass that averages gradients waits until the gradients of all micro-batches are added up. A forward
+        pass that would exceed the limit of micro-batches in flight waits for a backward pass that frees activations.
         """
         released = self.released.get(one.part, [])
         if one.backward:
@@ -219,12 +220,12 @@ class _Building:
         return ended
 
     def _activations(self, piece: _Piece, *, backward: bool) -> float:
-        """Seconds of a pass in which ranks that share layers exchange activations and do nothing else."""
+        """Seconds of a pass in which ranks that share layers only exchange activations, without computing."""
         group, tiles = self.step.group(self.step.over_ways), self.step.tiles
         whole = piece.calls * self.links.seconds("all-reduce", group, piece.exchanged / piece.calls)
         if tiles == 1:
             return whole
-        if backward:  # while the gradients of weights are computed
+        if backward:  # exchanged while weight gradients are computed
             return max(whole - _WEIGHT_GRADIENTS * piece.seconds, 0.0)
         parted = piece.calls * tiles * self.links.seconds("all-reduce", group, piece.exchanged / piece.calls / tiles)
         return max(parted - _SUMMED * piece.seconds * (tiles - 1) / tiles, parted / tiles)

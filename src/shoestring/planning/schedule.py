@@ -3,11 +3,13 @@
 A resource, such as a processor or one direction of a link, does one task at a time, and a task waits for others. The
 best order is the solution of a resource-constrained scheduling problem, which no fast algorithm solves in general:
 
-- **Bound.** No order is faster than the best order of any single resource, in which each task has the longest path of
-  tasks in front of it and behind it (`bound`). So the bound covers critical paths and loads too.
-- **Order.** Rules of priority give the first orders. In each, tasks are pushed to the right and then to the left
-  (justification; Valls, Ballestín and Quintanilla, 2005), which never makes it longer. Then the order within windows
-  of time is drawn anew, and what is not longer stays. A few tasks are ordered by trying all orders.
+- **Bound.** No order is faster than the best order of any single resource, in which each task comes after its longest
+chain of predecessors and before its longest chain of successors (`bound`). So the bound covers critical paths and loads
+too.
+- **Order.** Priority rules give the first orders. In each, tasks are pushed to the right and then to the left
+  (justification; Valls, Ballestín and Quintanilla, 2005), which never makes the order longer. Then the order within
+  windows of time is drawn at random, and a new order is accepted if it is not longer. For few tasks, all orders are
+  tried.
 
 Durations are integers, numbers are drawn from a fixed seed, and nothing depends on the clock, on the machine or on the
 order in which tasks are listed (except tasks of the same name). So ranks that know the same tasks know the same order.
@@ -27,13 +29,13 @@ from shoestring.planning.bound import heads_of, preemptive, tails_of, without_pr
 from shoestring.planning.simulate import Task, makespan, simulate
 
 RULES = 60
-"""Number of rules of priority that are tried."""
+"""Number of priority rules that are tried."""
 ROUNDS = 1200
 """Number of windows whose order is drawn anew."""
 FULL = 400
 """Number of tasks below which more windows are tried, as each takes less time."""
 SMALL = 7
-"""Number of tasks up to which all orders are tried."""
+"""Largest number of tasks for which all orders are tried."""
 CLOSE = 1e-4
 """An order is not improved any further once it exceeds the bound by at most this fraction."""
 _TICKS = 1 << 40
@@ -49,7 +51,7 @@ class TaskOrder:
     seconds: float
     """Time at which the last task ends."""
     bound: float
-    """Seconds that the tasks take at least, in any order."""
+    """Lower bound of the seconds that the tasks take in any order."""
 
     @property
     def ratio(self) -> float:
@@ -63,7 +65,8 @@ def schedule(tasks: Sequence[Task], rounds: int = ROUNDS, *, tight: bool = False
     Args:
         tasks: tasks in any order; `after` are indices into them.
         rounds: number of windows whose order is drawn anew; 0 for a quick order.
-        tight: whether the bound may take as long as the order, to be better where a resource has few tasks.
+        tight: whether to spend about as much time on the bound as on the order: a tighter bound if a resource has few
+            tasks.
 
     Raises:
         ValueError: tasks wait for each other, or a duration is no number of seconds.
@@ -82,19 +85,19 @@ def schedule(tasks: Sequence[Task], rounds: int = ROUNDS, *, tight: bool = False
 
 
 def lower_bound(tasks: Sequence[Task]) -> float:
-    """Seconds that tasks take at least, in any order."""
+    """Lower bound of the seconds that tasks take in any order."""
     shop = _Shop(tasks)
     return shop.bound() / shop.scale
 
 
 def in_order(tasks: Sequence[Task], order: Sequence[int]) -> list[Task]:
-    """The tasks in another order, as `simulate` takes them."""
+    """Reorder tasks for `simulate`; `after` is renumbered."""
     places = {index: place for place, index in enumerate(order)}
     return [replace(tasks[index], after=tuple(sorted(places[one] for one in tasks[index].after))) for index in order]
 
 
 def sorted_tasks(tasks: Sequence[Task]) -> list[int]:
-    """Indices of tasks in an order in which each comes after those that it waits for; otherwise sorted by name.
+    """Indices of tasks in topological order: each after those that it waits for, and otherwise by name.
 
     Raises:
         ValueError: tasks wait for each other, or a duration is no number of seconds.
@@ -161,11 +164,11 @@ class _Shop:
         return sorted(range(len(starts)), key=lambda task: (starts[task], starts[task] + self.ticks[task], task))
 
     def bound(self) -> int:
-        """Ticks of any schedule, at least."""
+        """Lower bound of the ticks of any schedule."""
         return max((preemptive(heads, self.ticks, self.tails) for heads in self._heads_by_resource()), default=0)
 
     def tight_bound(self, least: int, starts: Sequence[int]) -> int:
-        """Ticks of any schedule, at least: a better bound than `least` for a known schedule of few tasks."""
+        """A lower bound of the ticks of any schedule, tighter than `least` if a resource has few tasks."""
         length = self.length(starts)
         for heads in self._heads_by_resource():
             if least < length:
@@ -181,9 +184,9 @@ class _Shop:
     # -- building schedules --------------------------------------------------------------------------------------------
 
     def first_orders(self, rules: int) -> Iterator[list[int]]:
-        """Yield schedules by rules of priority: sums of what lies behind a task, before it, and its own duration.
+        """Yield schedules by priority rules: weighted sums of a task's tail, head and duration.
 
-        The first rule is the longest path behind a task; the weights of the others are drawn.
+        The first rule is the longest path from the start of the task to the end; the other rules have random weights.
         """
         parts, draw = [*zip(self.tails, self.heads, self.ticks, strict=True)], random.Random(0)
         yield self.justified(self.listed([tail + own for tail, _, own in parts]))
@@ -193,7 +196,7 @@ class _Shop:
             yield self.justified(self.listed(urgency))
 
     def listed(self, urgency: Sequence[float]) -> list[int]:
-        """The schedule in which a free resource begins, of the tasks that can begin, the one with most urgency."""
+        """The schedule in which a free resource always begins the most urgent of the tasks that can begin."""
         missing, starts = [len(earlier) for earlier in self.before], [0] * len(self.ticks)
         ready: list[list[tuple[float, int]]] = [[] for _ in range(self.resources)]
         free, running, now = [0] * self.resources, list[tuple[int, int]](), 0
@@ -255,7 +258,7 @@ class _Shop:
         return self.inserted(self.by_start(right), self.before)
 
     def feasible(self, keys: Sequence[float]) -> list[int]:
-        """The tasks by their keys, but each after those that it waits for."""
+        """Sort the tasks by their keys, but each after those that it waits for."""
         raised = list[float]()
         for task, key in enumerate(keys):
             raised.append(max(key, max((raised[one] for one in self.before[task]), default=key)))
@@ -264,7 +267,10 @@ class _Shop:
     # -- improving schedules -------------------------------------------------------------------------------------------
 
     def improved(self, starts: list[int], least: int, rounds: int) -> list[int]:
-        """The schedule after drawing the order in many windows anew; a window has a few up to some dozens of tasks."""
+        """Improve a schedule by drawing the order within `rounds` windows at random.
+
+        A window has a few up to some dozens of tasks.
+        """
         draw, length, count = random.Random(0), self.length(starts), len(starts)
         for _ in range(rounds):
             if length <= least * (1 + CLOSE):
@@ -283,7 +289,7 @@ class _Shop:
         return starts
 
     def best_of_all(self, starts: list[int], least: int) -> list[int]:
-        """The best schedule of a few tasks: tries all orders that may be shorter than a schedule."""
+        """The best schedule of few tasks: tries all orders that may be shorter than the schedule `starts`."""
         count = len(self.ticks)
         best, length = starts, self.length(starts)
         trial, free = [-1] * count, [0] * self.resources

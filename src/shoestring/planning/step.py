@@ -170,7 +170,7 @@ class StepPlan:
     """Number of ranks over which each layer is split."""
     over_ways: tuple[str, ...] = ()
     tiles: int = 1
-    """Number of tiles in which split layers compute what ranks add up, so that messages and computation overlap."""
+    """Number of tiles in which split layers compute outputs that ranks add up, so that messages overlap computation."""
     whole_vocabulary: bool = True
     averages: list[GradientExchange] = field(default_factory=list)
     gathered: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Reads free memory, peak memory, memory pressure and out-of-memory kills from the operating system; finds room."""
+"""Reads free memory, peak memory, memory pressure and out-of-memory kills; allocates room for temporary copies."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def return_memory() -> None:
 
 
 def memory_or_disk(nbytes: int, folder: Path | None) -> np.ndarray:
-    """Room for a temporary copy: (nbytes,) uint8, uninitialized. It is freed with the last array that views it.
+    """Allocate room for a temporary copy: (nbytes,) uint8, uninitialized; freed with the last view of it.
 
     The room is this process's own memory, or a deleted file in `folder` if the copy would take more than `SPARE` of the
     free memory. The system writes pages of such a file to disk and frees them when memory runs short, where it would

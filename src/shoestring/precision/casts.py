@@ -50,7 +50,7 @@ class Casts:
                 for place, argument in enumerate(node.args)
             )
             kwargs = fx.node.map_arg(dict(node.kwargs), partial(cast, narrow=narrow and places is None))
-        if narrow:  # arguments that name the data type of the result, or of the forward pass's input
+        if narrow:  # some name the data type of the result, or of the forward pass's input
             args = tuple(self.dtype if argument is torch.float32 else argument for argument in args)
             kwargs = {name: self.dtype if value is torch.float32 else value for name, value in kwargs.items()}
         changed = args != node.args or kwargs != node.kwargs

@@ -68,16 +68,15 @@ class OperatorGroup(NamedTuple):
 
     @property
     def other(self) -> int:
-        """The number of bits that the group does not have now, with which a measurement compares."""
+        """The alternative number of bits, which a measurement compares with the present one."""
         return 2 * self.few if self.bits == self.few else self.few
 
 
 def flow_of(graph: fx.Graph, *, forward: bool = False) -> tuple[Flow[fx.Node], dict[fx.Node, ListName | None]]:
-    """Return a graph's float tensors in the form that `narrowed` reads, and the list of each; `getitem` counts as a
-    view.
+    """Return a graph's float tensors as the `Flow` that `narrowed` reads, and the list of each tensor.
 
-    Tensors computed only from constants, such as the angles of rotary embeddings, are in no list: their powers stay
-    wide, but do not keep the operators that read them wide.
+    `getitem` counts as a view. Tensors computed only from constants, such as the angles of rotary embeddings, are in no
+    list. They stay wide themselves, but do not force the operators that read them to stay wide.
 
     Args:
         forward: for forward propagation, in which squares are in the list `infer`, because the sum that follows

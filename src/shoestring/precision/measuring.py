@@ -156,7 +156,7 @@ class ErrorMeasurements:
         return {"group": name, "errors": errors, "spared": ranks[0]["spared"], "groups": groups}
 
     def gradients(self, rules: Rules | None, *, autocast: bool = False) -> list[Tensor | None]:
-        """Compute the gradients of the stored micro-batch by the given rules; by None, in 32 bits."""
+        """Compute the gradients of the stored micro-batch by `rules`; in 32 bits if `rules` is None."""
         attachments, batch = self.attachments, self.batch
         self.rules, self._under_autocast = rules, autocast
         inside: AbstractContextManager[Any] = nullcontext()

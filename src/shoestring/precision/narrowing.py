@@ -61,8 +61,8 @@ def narrowed(
         return {node for node in flow.nodes if lists.get(node) in names}
 
     deny, infer, clear = of("deny"), of("infer"), of("clear")
-    # Clear nodes from which no deny or infer node is reached pass denied numbers to no operator that computes with
-    # them, so they need not stay wide.
+    # Clear nodes that lead to no deny or infer node pass denied numbers to no operator that computes with them, so they
+    # need not stay wide.
     before_numbers = _reached(deny | infer, flow.sources, clear)
     carried = flow.users
     if forward:

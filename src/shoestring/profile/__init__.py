@@ -86,7 +86,7 @@ def profiled(
         left.append(by)
         try:
             finish(by)
-        except Exception as error:  # must not prevent the program from ending
+        except Exception as error:  # an error here must not prevent the program from ending
             log.warning("the program ends through %s, and its profile cannot be saved: %s", by, error)
         else:
             where = f"; its profile until then: shoestring profile view {path}" if path is not None else ""

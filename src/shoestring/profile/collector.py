@@ -69,8 +69,8 @@ class Collector:
     share: float = 1.0
     """Fraction of the time in which operators are recorded; the recorded times are scaled up to the whole run."""
     budget: float | None = None
-    """Processor time that recording may add, as a fraction of the program's (0.03 is 3%); the share is adjusted to meet
-    it."""
+    """Processor time that recording may add, as a fraction of the program's processor time (0.03 is 3%); the share is
+    adjusted to stay within this budget."""
     native_frames: bool = False
     """Whether to divide the own time of operators among the native functions that the operators call."""
     before: list[ThreadData] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Collector:
         caller = next((data for data in after if data.ident == self.ident), None)
         overhead = int(caller.cost[0]) * tick / 1e9 if caller else 0.0
         if self.frames:
-            # Samples divide the time in Python code among lines: the time outside operators, spans and recording
+            # Time in Python code is the time outside operators, spans and recording; samples divide it among lines.
             outside = seconds * 1e9 - overhead * 1e9 - (caller.outermost * tick if caller else 0.0)
             own: dict[int, int] = next((own for data, own in zip(after, places, strict=True) if data is caller), {})
             for entered, samples in self.sampler.seen.items():

@@ -85,7 +85,8 @@ class Comparison:
         return int(self.before.sum()), int(self.after.sum())
 
     def by_line(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Map (file, line) to nanoseconds (before, after), the largest change first; removed lines are negative."""
+        """Map (file, line) to nanoseconds (before, after), largest change first; removed lines have negative
+        numbers."""
         inside = self.facts[1].inside
         sides = [
             {place: line.total for place, line in by_line(replace(self.tree, own=own), inside).items()}

@@ -20,7 +20,7 @@ _LEAVING = ("_exit", "abort", "execv", "execve")
 
 @contextmanager
 def before_leaving(act: Callable[[str], None]) -> Iterator[None]:
-    """Context that calls `act` once, with the name of the function that is about to end this process (not a fork)."""
+    """Context that calls `act` once, with the name of the function that is about to end this process; not in a fork."""
     process, originals = os.getpid(), {name: getattr(os, name) for name in (*_LEAVING, "kill")}
     done: list[str] = []
 

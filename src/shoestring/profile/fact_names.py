@@ -1,4 +1,4 @@
-"""Defines the key prefix of a profile's source lines in the facts of a run's trace."""
+"""Prefix of the keys under which the times of source lines are stored in a run's trace, among the trace's `facts`."""
 
 LINE_FACT = "line "
 """Prefix of keys such as `line train.py:12 loss.backward()`; the values are the line's seconds."""

@@ -118,7 +118,7 @@ class Surroundings:
             del self.memory[1::2], self.work[1::2]
 
     def look_at_threads(self) -> None:
-        """Update the number of threads per operator; the training thread calls this too, as its number may differ."""
+        """Update the number of threads per operator; also called on the training thread, whose number may differ."""
         self.threads = max(self.threads, torch.get_num_threads())
 
 

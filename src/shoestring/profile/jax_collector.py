@@ -323,7 +323,7 @@ class _Fold:
         return max(between, 0.0) * self.windows * (1 - self.share) / self.share**2
 
     def _path(self, site: int, operation: Operation) -> Frames:
-        """Return the call path into the jitted function: through the call site, or as first traced without a site."""
+        """Return the call path into the jitted function: through the call site or, if unknown, as first traced."""
         if site < 0:
             return operation.frames
         inside = operation.frames[operation.inside :] if operation.inside >= 0 else ()

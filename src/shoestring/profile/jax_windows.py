@@ -63,8 +63,8 @@ class Window:
         """Map (program, number of the run) to the number of the call site; -1 if the site is unknown.
 
         A function's runs are in the order of its calls, but the first runs in a window may come from calls before the
-        window. The number of such runs is assumed to be the smallest number for which no run begins before its call.
-        Runs of calls before the window get the sites of recent calls in turn.
+        window. The number of runs from earlier calls is assumed to be the smallest for which no run begins before its
+        call. Runs of calls before the window get the sites of recent calls in turn.
 
         Args:
             usual: maps each function to the call sites of its recent calls; this method adds the calls in this window.
@@ -163,7 +163,8 @@ class Programs:
         modules = [module for executable in executables for module in executable.hlo_modules()]
         for number, (name, ran) in wanted.items():
             named = [module for module in modules if module.name == name]
-            # such as several lambdas; then compare ids, which takes time because it serializes the modules
+            # if several modules have this name (lambdas), compare their ids, which takes time because it serializes the
+            # modules
             if len(named) > 1:
                 own = [module for module in named if _number(module.as_serialized_hlo_module_proto()) == number]
                 named = own or named

@@ -76,7 +76,7 @@ class ThreadData:
         self.variances[:size] = variances
 
     def graft(self, builder: TreeBuilder, names: Sequence[str], tick: float) -> dict[int, int]:
-        """Add the called nodes that are not below a link; return a map from these nodes to the builder's nodes."""
+        """Add the nodes that were called and are not below a link; return a map from them to the builder's nodes."""
         return self._graft(builder, names, tick, {0: 0}, range(1, len(self.places)))
 
     def link(
@@ -98,7 +98,8 @@ class ThreadData:
     def _graft(
         self, builder: TreeBuilder, names: Sequence[str], tick: float, own: dict[int, int], nodes: Sequence[int]
     ) -> dict[int, int]:
-        # Nodes that were called, or have a descendant that was; parents have smaller numbers than their children.
+        # Nodes that were called themselves or have a called descendant; parents have smaller numbers than their
+        # children.
         active = self.numbers[:, 0] > 0
         for node in range(len(active) - 1, 0, -1):
             if active[node]:

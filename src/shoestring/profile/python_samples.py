@@ -107,7 +107,7 @@ class Samples:
         if not span:
             builder.add(0, own=round(nanoseconds))
         total, counts = sum(self.counts), list(self.counts)
-        # The samples of rare lines of libraries count for their callers.
+        # Samples of rare lines of libraries count for the lines that call them.
         imports = sum(counts[node] for (_, *line), node in self.known.items() if (*line,) == _IMPORTING)
         for (parent, code, _), node in reversed(self.known.items()):
             if parent and counts[node] < RARE * (total - imports) and package_of(code.co_filename):

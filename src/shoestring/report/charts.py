@@ -50,7 +50,7 @@ def _chart(position: int, chart: dict[str, Any], runs: Sequence[dict[str, Any]])
 def _key(chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> list[Markup]:
     """The legend of a feature's chart: label and colour of each line. Other charts share one legend in the controls."""
     tones = {line["label"]: line["tone"] for line in chart["lines"] if not line["kind"] and line["label"]}
-    if len(runs) > 1:  # colours distinguish runs here; all lines of a run but the first are dotted
+    if len(runs) > 1:  # colours distinguish runs here; within a run, all lines after the first are dotted
         return [tag("span", f" {', '.join(tones)}", class_="of")] if tones else []
     swatches = {
         label: tag("span", class_=f"swatch tone{tone % 8}", aria_hidden="true") for label, tone in tones.items()

@@ -92,8 +92,8 @@ def thin(values: Sequence[float] | np.ndarray, limit: int) -> list[int]:
 
 
 def _stretches(length: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide `length` indices into at most `number` equal intervals; returns the first index of each, and each index's
-    interval."""
+    """Divide `length` indices into at most `number` equal intervals; returns the first index of each interval, and the
+    interval of each index."""
     starts = np.arange(min(number, length)) * length // min(number, length)
     return starts, np.repeat(np.arange(len(starts)), np.diff(np.append(starts, length)))
 

@@ -41,7 +41,7 @@ class Scale:
         if span <= 0:
             return [self.low]
         step = 10.0 ** math.floor(math.log10(span / 4))
-        # Of the steps 1, 2, 5 and 10 times a power of ten, take the one that gives closest to five ticks.
+        # Of 1, 2, 5 and 10 times a power of ten, take the distance between ticks that gives closest to five ticks.
         step *= min((1, 2, 5, 10), key=lambda factor: abs(span / (factor * step) - 5))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [at * step for at in range(first, last + 1)]

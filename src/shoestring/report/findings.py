@@ -1,4 +1,4 @@
-"""Writes and reads tables and pictures that evaluations return, in the run's folder; a resumed run removes later ones.
+"""Writes and reads the tables and pictures of evaluations in a run folder; a resumed run removes those of later steps.
 
 `evaluations.jsonl` has one row per table or picture; a picture is a PNG file in `pictures/` named by step and name.
 """
@@ -124,7 +124,7 @@ class Findings:
             return {"title": item.title, "head": [str(cell) for cell in item.head], "rows": rows, "note": note}
         (self.folder / FOLDER).mkdir(exist_ok=True)
         plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:60]
-        if plain != name:  # part of the hash, so that different names stay different
+        if plain != name:  # part of the name's hash keeps different names different
             plain += f"-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
         file = f"{step:08d}-{plain}.png"
         write_atomic(self.folder / FOLDER / file, png(item.bytes_of_pixels()))

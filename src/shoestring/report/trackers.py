@@ -277,8 +277,8 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _import_or_hint(extra: str, package: str = "") -> Iterator[None]:
-    """Context that turns a failed import of a package, by default that of the extra's name, into an error that names
-    the extra to install."""
+    """Context that turns a failed import of `package` (by default, the package with the extra's name) into an error
+    that names the extra to install."""
     try:
         if not installed(package or extra):
             raise ImportError(f"No module named '{package or extra}'")

@@ -51,8 +51,8 @@ class SparseMethod(Protocol):
     def pruned(
         self, name: str, weight: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The sparse weight and its transpose, without gradients; None for a form not requested, see
-        `operands.Pruning`."""
+        """The sparse weight and its transpose, without gradients; each is None unless requested (see
+        `operands.Pruning`)."""
         ...
 
     def start(self) -> None:

@@ -119,7 +119,7 @@ class AnnealedMasks(Masks):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if self.squares.keys() <= state_dict["squares"].keys():  # none are saved with `metric = "magnitude"`
+        if self.squares.keys() <= state_dict["squares"].keys():  # a run with `metric = "magnitude"` saves no squares
             self.measured = state_dict["measured"]
             for name, squares in self.squares.items():
                 squares.copy_(state_dict["squares"][name])

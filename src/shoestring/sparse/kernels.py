@@ -53,7 +53,7 @@ def tile_codes(weight: Tensor, patterns: Tensor, *, squares: bool) -> Tensor:
     weight = weight.detach().contiguous()
     rows, columns = weight.shape
     codes = torch.empty(rows // 4, columns // 4, dtype=torch.uint8, device=weight.device)
-    # Scores of fp64 weights are summed in fp64; all others in fp32.
+    # Scores of fp64 weights are summed in fp64, scores of other weights in fp32.
     bank = patterns.flatten(1).to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
     programs = -(-codes.numel() // TILES)
     kernel[(programs,)](

@@ -25,7 +25,7 @@ BLOCK = 8192
 
 
 def row_mask(scores: Tensor) -> Tensor:
-    """Mask that keeps the two largest magnitudes of every four consecutive entries of a row, the first of equal ones.
+    """Mask that keeps the two largest magnitudes of every four consecutive entries of a row; of equals, the first.
 
     NaN counts as larger than any number. Every group therefore keeps exactly two entries, and NaN is not hidden.
 
@@ -120,8 +120,8 @@ def greedy_mask(weight: Tensor) -> Tensor:
 def torch_default_mask(weight: Tensor) -> Tensor:
     """Greedy transposable mask by signed value, as torch's semi-structured pruning makes it by default.
 
-    This mask is only a baseline: it drops large negative weights first. Of the sum of squares of Gaussian weights, it
-    keeps 0.57; selection by magnitude keeps 0.82.
+    This mask is only a baseline: it drops large negative weights first. For Gaussian weights, it keeps 0.57 of the sum
+    of squares; selection by magnitude keeps 0.82.
     """
     return _greedy(weight, weight)
 

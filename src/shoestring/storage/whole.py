@@ -226,7 +226,7 @@ def _recover(path: Path, keep: Callable[[str], bool] | None = None) -> None:
                 sync_folder(path.parent)
             elif not former.with_suffix(".tmp").exists():
                 _take_late(former, path, keep)
-                left = former.rename(_aside(path))  # first rename: a half-deleted folder must never be restored
+                left = former.rename(_aside(path))  # so that a half-deleted folder is never restored
                 shutil.rmtree(left)
 
 

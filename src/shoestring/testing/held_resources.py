@@ -39,7 +39,7 @@ def held_resources(model: nn.Module | None, optimizers: Iterable[Optimizer] = ()
 
 @contextmanager
 def fresh_garbage() -> Iterator[None]:
-    """Context in which garbage collection only examines objects made in it, and so is about 100 times faster."""
+    """Context in which garbage collection examines only objects made in the context, about 100 times faster."""
     gc.freeze()
     try:
         yield
@@ -49,10 +49,10 @@ def fresh_garbage() -> Iterator[None]:
 
 @contextmanager
 def tensors_in_cycles() -> Iterator[list[str]]:
-    """Context that yields a list, and in the end describes in it the tensors that it leaves in reference cycles.
+    """Context that yields a list; at its end, the list gets a description of the tensors left in reference cycles.
 
-    Such tensors are only freed by the garbage collector, which does not know how large they are: until it happens to
-    run, the activations of several steps are in memory.
+    Such tensors are only freed by the garbage collector, which does not know how large they are: until the collector
+    happens to run, the activations of several steps are in memory.
     """
     descriptions = list[str]()
     gc.collect()
@@ -168,5 +168,5 @@ class Allocations(TorchDispatchMode):
     def kept(self) -> list[str]:
         """Describe the tensors from inside the context that still exist, and the growth of Python's memory."""
         alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
-        held = [f"a tensor of {tensor.nbytes} bytes" for tensor in alive if tensor.nbytes]  # torch keeps empty ones
+        held = [f"a tensor of {tensor.nbytes} bytes" for tensor in alive if tensor.nbytes]  # torch keeps empty tensors
         return held + ([f"{self._grown} bytes of host memory"] if self._grown > HOST_BYTES else [])

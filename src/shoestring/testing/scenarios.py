@@ -158,7 +158,7 @@ def _held_out(job: Job) -> float:
 
 
 def _example() -> dict[str, Tensor]:
-    """Return a batch as ranks get it that work on the same samples."""
+    """Return a whole batch, as every rank gets it if all ranks work on the same samples."""
     return jobs.batch(0)
 
 
@@ -264,7 +264,7 @@ def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str
         returns_model: whether closing the job must restore the model; if not, nothing may keep the model alive.
     """
     several = features_of(features, folder)
-    if any(map(splits_replicas, several)):  # the first one makes process groups, which the world keeps for later jobs
+    if any(map(splits_replicas, several)):  # the first job makes process groups that the world keeps for later jobs
         _use(build(model), several, here(), [], "normally")
     with fresh_garbage():
         left = _left(build(model), several, ending, returns_model)
@@ -279,7 +279,7 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
     )  # the first optimizer imports torch's compiler, which sets environment variables
     before = held_resources(built if returns_model else None)
     several += [Stumble()] if ending == "while attaching" else []
-    # A stage of a pipeline sees that another stage has failed.
+    # With a pipeline, the failure of one stage is a RuntimeError in the other stages.
     failures = (PlannedError, RuntimeError) if any(map(splits_replicas, several)) else PlannedError
     cycles = list[str]()
     with suppress(*([failures] if isinstance(failures, type) else failures)):
@@ -298,7 +298,7 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
 def _use(
     model: nn.Module, features: list[Feature], world: World, optimizers: list[Optimizer], ending: str
 ) -> list[str]:
-    """Take two steps; returns which tensors of the second one only the garbage collector frees."""
+    """Take two steps; returns descriptions of the second step's tensors that only the garbage collector frees."""
     steps = 0
 
     def fail(_: Tensor) -> None:
@@ -324,7 +324,7 @@ def _use(
     made = Job(model, forward, loss, optimizer, Progress(total=3), world, example=_example)
     with compose(made, features) as job:
         job.step(jobs.batch(steps, *_share(job)))
-        steps = 1  # the functions above read it
+        steps = 1  # `forward` and `loss` read `steps`
         with tensors_in_cycles() as cycles:
             job.step(jobs.batch(steps, *_share(job)))
     return cycles

@@ -65,7 +65,7 @@ class FeatureSuite:
     partners: ClassVar[Sequence[Feature]] = REPRESENTATIVES
     """Representatives to test the feature with; the representative of its own area is left out."""
     clashes: ClassVar[Mapping[str, str]] = {}
-    """Maps the names (`area.technique`) of partners that must be refused beside the feature to the reason."""
+    """Maps each partner (`area.technique`) that must be refused beside the feature to the reason."""
     model: ClassVar[str] = "shoestring.testing.jobs:tiny"
     """Function that builds the model, written as `module:callable`. The function takes a dropout rate, and returns the
     same weights at every call. The model maps tokens to logits."""

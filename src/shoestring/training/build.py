@@ -59,7 +59,7 @@ def micro_batch(settings: Settings, world: World) -> int:
 
 
 def example_batch(data: DataSets, samples: int) -> Batch:
-    """A batch with the entries and sizes of those that the loader yields, of the first samples of the data."""
+    """A batch of the first samples of the data, with the same entries and sizes as the loader's batches."""
     batch = data.first_batch(samples)
     return {**batch, "ids": torch.arange(samples)} if isinstance(batch, dict) else batch
 
@@ -69,7 +69,7 @@ def _seed_of_rank(seed: int, rank: int) -> int:
 
 
 def keep_loader(job: Job, loader: Loader | ClientLoader, data: DataSets) -> None:
-    """Let checkpoints hold the loader's position, or each rank's if ranks have data sets or clients of their own."""
+    """Let checkpoints hold the loader's position, or every rank's position if ranks have their own data or clients."""
     if isinstance(loader, ClientLoader):
         job.keep("loader", loader, across="own", merge=loader.merge)
     elif data.of_ranks:
@@ -143,7 +143,7 @@ def client_states(job: Job) -> ClientStates:
     """The states of the clients that a feature of the job trains in turn.
 
     Raises:
-        ConfigError: no feature does.
+        ConfigError: no feature of the job trains clients in turn.
     """
     for entry in job.kept.values():
         if isinstance(entry.state, ClientStates):

@@ -93,7 +93,7 @@ def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gather
         "ranks of a host": world.local_size,
     }
     depends_on |= {"data": settings.data} if run.has_own_data else {}
-    conditions = json.loads(json.dumps(depends_on))  # as a stored choice has them
+    conditions = json.loads(json.dumps(depends_on))  # in the types that a choice read from JSON has
     choice = _recorded(run, folder, conditions)
     if choice is None:
         alone = not dist.is_initialized()

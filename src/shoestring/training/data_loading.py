@@ -196,8 +196,9 @@ def model_arguments(run: Run) -> dict[str, Any]:
 
 
 def outlined_data(run: Run, code: UserCode) -> tuple[dict[str, Any], DataSets | None]:
-    """What the prediction of a step needs of the data: arguments of the model (see `model_arguments`), and the user's
-    own data sets. Text is not prepared, so for text there are no data sets.
+    """The model's arguments (see `model_arguments`) and the user's own data sets, for predicting a step.
+
+    Text is not prepared, so for text the data sets are None.
 
     Raises:
         ConfigError, DataError: the data does not exist.

@@ -145,7 +145,7 @@ class ExportedModel:
     origin: dict[str, Any]
     """Entries of config.json that say how to build the model again."""
     trust: Trust
-    """The source of trust in the code that `origin` names: who vouches for it."""
+    """Who vouches for the code that `origin` names."""
     base: str
     """Name under which transformers opens the model that the run started from; empty if there is no such name."""
     tokenizer: Tokenizer | None
@@ -195,7 +195,7 @@ def _whole(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
     None on ranks other than the first if the model must be gathered or converted. A collective.
 
     Args:
-        folder: folder on disk for the gathered weights, where memory has no room for them.
+        folder: folder on disk for the gathered weights, used if they do not fit into memory.
     """
     attachments = attachments_of(job)
     state = attachments.weights()
@@ -222,7 +222,7 @@ def _whole(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
     states = {name: entry.state.state_dict() for name, entry in job.kept.items()} if changing else {}
     origin = about.origin
     module = attachments.module
-    known = isinstance(module, GPT) or hf.is_pretrained(module)  # other modules may also hold a parameter elsewhere
+    known = isinstance(module, GPT) or hf.is_pretrained(module)  # others may also refer to a parameter elsewhere
     with _valueless_parameters() if known else nullcontext():
         whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False, trust=about.trust)
     slorb.fill(whole, export_weights(changing, weights, states), assign=known)
@@ -282,7 +282,7 @@ def _valueless_parameters() -> Iterator[None]:
     def valueless(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(cast(Any, valueless))  # may return, unlike its annotation
+    handle = register_module_parameter_registration_hook(cast(Any, valueless))  # the hook may return a parameter
     try:
         yield
     finally:

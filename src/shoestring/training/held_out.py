@@ -79,7 +79,8 @@ class HeldOut:
     def acting(self, client: str) -> AbstractContextManager[None]:
         """Context in which the model has the parameters that stay with a client, one of `clients`.
 
-        Outside of it, an evaluation sees the merged parameters, and those that stay with clients as they began.
+        Outside of this context, an evaluation uses the merged parameters and, for parameters that stay with clients,
+        their initial values.
         """
         return client_states(self._job).acting(client)
 

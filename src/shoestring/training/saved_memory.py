@@ -189,7 +189,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks of the run")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process with which this one ends")
     chosen = parser.parse_args(arguments)
-    # A run that is killed cannot end this process and those that it forks.
+    # A killed run cannot end this process, so this process ends itself and its forks when the run's process is gone.
     end_after(chosen.parent, lambda: os.killpg(0, signal.SIGKILL))
     run = parse(tomllib.loads(sys.stdin.read()))
     _outline(model_of(run), model_arguments(run))  # before forking, imports what all forked processes need

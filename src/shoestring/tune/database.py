@@ -61,8 +61,8 @@ def connect(url: str) -> Engine:
         if engine.dialect.name == "sqlite":
 
             def prepare(connection: Any, _: object) -> None:
-                # keep the driver from beginning transactions: ours take the write lock at once, so that no transaction
-                # fails at its first write
+                # keep the driver from beginning transactions: the "begin" listener below begins them with the write
+                # lock, so that no transaction fails at its first write
                 connection.isolation_level = None
                 connection.execute("PRAGMA synchronous=FULL")
 
@@ -75,7 +75,7 @@ def connect(url: str) -> Engine:
 
 
 def engine_options(url: str) -> dict[str, Any]:
-    """Arguments of `create_engine`, for this store and for Optuna's, that detect a dead server within seconds."""
+    """Arguments of `create_engine` with which this store and Optuna's storage detect a dead server within seconds."""
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": BUSY}}
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 5}}

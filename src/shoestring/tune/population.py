@@ -147,8 +147,8 @@ def bandit(
 def _intervals(
     space: Sequence[Dimension], trials: Sequence[TrialLease], scores: Scores, population: Population
 ) -> tuple[Array, Array]:
-    """Collect the data for the Gaussian process from the n intervals between two comparisons: the end time and settings
-    of each interval (n, 1 + d), and the decrease of the objective over the interval (n,)."""
+    """Collect the data for the Gaussian process: for each of the n intervals between two comparisons, the end time and
+    the settings (n, 1 + d), and the decrease of the objective (n,)."""
     points, gains = [], []
     by_number = {trial.number: trial for trial in trials}
     for trial in trials:

@@ -23,7 +23,7 @@ from shoestring.storage.guarded import open_regular
 
 LOG = "trial.log"
 _LONGEST = 1 << 20
-"""Maximum bytes of a row of metrics, and of the end of a log that is read."""
+"""Maximum bytes of a row of metrics, and maximum bytes that are read from the end of a log."""
 _MOST_STEPS = 1 << 62
 
 
@@ -190,7 +190,7 @@ class TrialProcess:
         return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in reason)
 
     def diverged(self) -> bool:
-        """Whether the run ended because its loss became NaN or infinite; its settings count as the cause."""
+        """Whether the run ended because its loss became NaN or infinite; its settings are assumed to be the cause."""
         cause = history_file.cause(history_file.read(self.folder))
         return cause is not None and cause.get("error") == NonFiniteError.__name__
 

@@ -14,7 +14,7 @@ KINDS = ("float", "log", "int", "choice")
 
 
 def position(choices: Sequence[Any], value: object) -> int | None:
-    """Index of an equal choice, preferably with the same type as the value (1, 1.0 and true differ)."""
+    """Index of a choice that equals the value; a choice of the same type has precedence (1 and 1.0 are equal)."""
     written = [spelled(choice) for choice in choices]
     if (text := spelled(value)) in written:
         return written.index(text)

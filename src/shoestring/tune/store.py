@@ -240,7 +240,8 @@ class Store:
         return True
 
     def give_back(self, lease: TrialLease, *, state: str = "ready", failed: bool = False, note: str = "") -> bool:
-        """End a lease but not its trial, which becomes `ready` (for any worker) or `paused`; False if lost."""
+        """End a lease, not its trial, which becomes `ready` (for any worker) or `paused`; False if the lease is
+        lost."""
         values = {"state": state, "expires_at": 0.0, "attempts": LEASES.c.attempts + int(failed), "note": note}
         with self.transaction() as connection:
             return self._write(connection, lease, values)
@@ -306,7 +307,7 @@ class Store:
         """List ended trials that may not have been copied to Optuna's tables.
 
         Args:
-            abandoned: whether to list only trials whose workers did not publish them before the end of the lease.
+            abandoned: whether to list only trials whose lease ended before their worker published them.
         """
         chosen = LEASES.select().where(LEASES.c.study == self.study, LEASES.c.published.is_(False))
         chosen = chosen.where(LEASES.c.state.in_(ENDED))

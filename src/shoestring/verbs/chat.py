@@ -258,8 +258,10 @@ class Dialogue:
 
 
 def shorter_and_shorter(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the whole conversation, then without its oldest question and the answer to it, and so on, until only the
-    last question is left; the system messages at the beginning always stay."""
+    """Yield the conversation, then ever shorter ones without the oldest question and its answer.
+
+    The last one has only the last question. The system messages at the beginning always stay.
+    """
     system = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     asked = [place for place, message in enumerate(messages) if message["role"] == "user" and place >= system]
     yield list(messages)

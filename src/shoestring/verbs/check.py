@@ -210,7 +210,7 @@ def _room(peak: float, host: float, ranks: int, advised: str) -> Iterator[str]:
     """If the run does not fit into this machine's memory, yield a line that says what to change.
 
     Args:
-        peak, host: bytes of a rank on its device, and in the host's memory beside it.
+        peak, host: bytes of a rank on its device, and in host memory.
     """
     if torch.cuda.is_available():
         needed, there, what = peak, torch.cuda.get_device_properties(0).total_memory, "this GPU"

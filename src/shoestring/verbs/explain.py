@@ -1,4 +1,4 @@
-"""`shoestring plan --explain`: how the ranks of a host would divide the operators of a run's step, and their bits."""
+"""`shoestring plan --explain`: how the ranks of a host would divide the operators of a step, and in how many bits."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class _Step(nn.Module):
 def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     """Trace a step of a run's model on a micro-batch for all ranks of a host, and describe how they would divide it.
 
-    The features of the run are left out, but for the mesh and memory of [graph.split]. Nothing is computed and no
-    ranks are started; data is opened as for the run.
+    The features of the run are left out, except for the mesh and the memory of [graph.split]. Nothing is computed and
+    no ranks are started; data is opened as for the run.
 
     Args:
         cluster: path of the file that `shoestring probe` wrote on that host.
@@ -62,7 +62,7 @@ def explain_operators(run: Run, cluster: Path) -> Iterator[str]:
     data = open_data(run, World(), folder, code)
     try:
         settings = next((feature for feature in run.features if isinstance(feature, Graph)), Graph())
-        chosen = dict[str, int]()  # bits that measured errors chose when the run ran in this folder
+        chosen = dict[str, int]()  # group -> bits chosen from measured errors in an earlier start of the run
         if settings.measure and (folder / "summary.json").exists():
             items = reading.tables(reading.read(folder).summary, "report_items")
             rows = next((item["rows"] for item in items if item.get("title") == CHOSEN_TITLE), [])

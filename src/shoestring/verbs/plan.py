@@ -57,7 +57,7 @@ class Exchanged:
 
     @property
     def took(self) -> float:
-        """Like `seconds`, but measured in a trial. Equal to it for local steps, because a trial includes no merge."""
+        """Like `seconds`, but measured in a trial; equal to `seconds` for local steps, as trials include no merge."""
         return self.seconds if self.merges else self.measured / self.facts["predicted_worth"]
 
     @property
@@ -118,8 +118,8 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3, also: 
         out: path of the run file with the chosen way, which the first rank writes; None to write no file.
         tries: number of ways to try for a few steps before one is chosen, starting with the fastest predicted one; 0
             compares only exchanges between whole replicas.
-        also: names of features to try as well, each with its default settings, although they change the result of
-            training: `precision.autocast`, or `optim.adamw8bit`.
+        also: names of features to try as well, each with its default settings, although they change the training result
+            (`precision.autocast`, or `optim.adamw8bit`).
 
     Raises:
         ConfigError: `tries` is 0 and there is only one rank, a feature of `also` cannot be tried, the step time under
@@ -330,7 +330,8 @@ def _try(
 
 
 WORTH_TRYING = 1.15
-"""Plans are not tried if their predicted time exceeds the best by this factor, the accuracy of predictions."""
+"""Plans are not tried if they are predicted to take longer than this factor times the best time. Predictions are about
+as accurate as this factor."""
 
 
 def _kinds(plan: TrainingPlan) -> tuple[object, ...]:

@@ -148,7 +148,7 @@ def _links(world: World) -> list[Link]:
             latency = _echo(world, target, torch.zeros(1, device=world.device)) / 2
             links.append(Link(source=source, target=target, latency=latency, bandwidth=_bandwidth(world, target)))
         elif world.rank == target:
-            # Answer the messages of `_echo`, each of which its length precedes, until `_bandwidth` sends the length 0.
+            # Answer the messages of `_echo`, each of which follows its length, until `_bandwidth` sends the length 0.
             length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
             dist.recv(length, source)
             while int(length):

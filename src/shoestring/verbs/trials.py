@@ -63,7 +63,8 @@ def start_trial(plan: StudyPlan, lease: TrialLease, server: TrialServer) -> Tria
         raise TrustError(message, hint="somebody else has written to the store: begin a new study in another store")
     resume = "auto"
     if lease.parent >= 0 and not newest_checkpoint(folder):
-        # A fork starts from its parent's checkpoint at the comparison at which it was forked, or else from the newest.
+        # A fork starts from the checkpoint that its parent kept at the comparison at which the fork was made. If there
+        # is none, it starts from the parent's newest kept checkpoint.
         forks = folder_of(plan, lease.parent) / FORKS
         places = [forks / f"rung-{lease.forked - 1:04d}", *sorted(forks.glob("rung-*"), reverse=True)]
         saved = next((saved for place in places if (saved := sorted(place.glob("step-*")))), None)

@@ -22,7 +22,7 @@ class SupersededError(ShoestringError):
 
 
 class MetricsLog:
-    """The hub's log of one run.
+    """The client's view of the hub's log of one run.
 
     Args:
         key: the run's key.

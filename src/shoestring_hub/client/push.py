@@ -41,7 +41,7 @@ class Snapshot:
     chunks: list[str]
 
     def read(self, index: int) -> bytes:
-        """The bytes of a chunk; others than at first if the file has changed since."""
+        """The bytes of a chunk; they do not match its digest if the file has changed since."""
         self.file.seek(index * CHUNK)
         return self.file.read(min(CHUNK, self.size - index * CHUNK))
 
@@ -122,7 +122,7 @@ def _send_batch(connection: Connection, key: str, folder: Path, paths: Sequence[
 
 
 def take_snapshot(path: str, file: BinaryIO) -> Snapshot:
-    """Read an open file as it is now, for the digests of its chunks."""
+    """Record the present size of an open file and the digests of its chunks."""
     snapshot = Snapshot(path, file, file.seek(0, 2), [])
     snapshot.chunks = [digest(snapshot.read(index)) for index in range(-(-snapshot.size // CHUNK))]
     return snapshot

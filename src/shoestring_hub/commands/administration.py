@@ -66,8 +66,8 @@ class ClipOptions:
     clip_quota: float = 20.0
     """Maximum size of all clips of a project together, in gigabytes."""
     clip_accel: str = ""
-    """Address below which nginx, as a proxy before the hub, sends the folder of clips, such as /sent/: an internal
-    location of its configuration. Without it the hub sends clips itself."""
+    """Path below which nginx, as a proxy in front of the hub, sends the folder of clips, such as /sent/: an internal
+    location of nginx's configuration. Without it the hub sends clips itself."""
 
 
 @dataclass(frozen=True)

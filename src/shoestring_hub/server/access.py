@@ -102,7 +102,7 @@ def access_of(request: HttpRequest) -> Access:
 
 
 def sight_of(request: HttpRequest) -> Sight:
-    """What the person who asks may see in all projects; only routes with the rule `LISTING` have it."""
+    """What the person who sent the request may see in all projects; only for routes with the rule `LISTING`."""
     return request.sight  # type: ignore[attr-defined]
 
 

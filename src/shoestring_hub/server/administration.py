@@ -81,7 +81,7 @@ def clean(place: Place) -> str:
 
 
 def figures(place: Place) -> list[str]:
-    """Numbers about the hub in the text format of Prometheus, for the folder of a collector that reads such files."""
+    """Metrics of the hub in Prometheus' text format, for the folder from which a collector reads such files."""
     configure(place)
     from shoestring_hub.server import clip_queue
 

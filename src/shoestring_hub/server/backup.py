@@ -1,7 +1,8 @@
 """Backup and restore of a hub: its rows as JSON (for SQLite and PostgreSQL alike), secret key, chunks and clips.
 
-Chunks and clips never change, so a backup copies only those that it lacks. Rows are read before them, in one
-transaction: no row of the backup refers to a file that arrives later, and one that a row refers to stays for a day.
+Chunks and clips never change, so a backup copies only those that it lacks. Rows are read before the files, in one
+transaction, so that no row of the backup refers to a file that arrives later. A file that loses its last reference
+during the backup stays until the next `clean`.
 """
 
 from __future__ import annotations

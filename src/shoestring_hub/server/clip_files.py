@@ -34,8 +34,8 @@ def put(project: int, source: Path, within: Path, tick: Callable[[], None]) -> s
     """Move a finished file to its place, and return its digest.
 
     Args:
-        within: the folder of the sandbox that has written the file. What ran in it may have been made to put a link
-            there, to a file of the hub.
+        within: folder of the sandbox that has written the file. A malicious clip may have made ffmpeg put a link there,
+            to a file of the hub.
         tick: called before each block that is read, so that the caller can keep a lease.
 
     Raises:

@@ -22,9 +22,9 @@ LEASE = timedelta(seconds=15)
 TRIES = 5
 """Number of attempts at a clip, after which it has failed."""
 PAUSE = timedelta(seconds=2)
-"""Time until the second attempt; each later one waits twice as long."""
+"""Time between the first and the second attempt; doubles before each later attempt."""
 FAR = timedelta(minutes=10)
-"""A job that is due later than this was written before the clock went back, and may be taken now."""
+"""A job that is due later than this from now was queued before the clock was set back, and may be taken now."""
 
 
 def claim() -> ClipJob | None:
@@ -35,7 +35,7 @@ def claim() -> ClipJob | None:
         job = jobs.select_related("clip__project").order_by("due", "pk").first()
         if job is None:
             return None
-        if job.tries >= TRIES:  # whoever held it last was ended before it could say why
+        if job.tries >= TRIES:  # its last worker ended without reporting a reason
             fail(job, job.reason or "each attempt to convert it was interrupted", final=True)
         elif _write(job, state=ClipJob.HELD, epoch=F("epoch") + 1, tries=F("tries") + 1, due=_from_now(LEASE)):
             job.epoch, job.tries, job.state = job.epoch + 1, job.tries + 1, ClipJob.HELD

@@ -24,7 +24,7 @@ from shoestring_hub.server.models import ClipJob
 
 log = logging.getLogger("shoestring")
 POLL = 1.0
-"""Seconds between looks at an empty queue, and until a worker that has ended is replaced."""
+"""Seconds between checks of an empty queue, and until a worker that has ended is replaced."""
 RENEW = 3.0
 """Seconds between extensions of a lease."""
 
@@ -40,7 +40,7 @@ class _HeldLease:
         self.job, self._progress, self._renewed = job, 0.0, time.monotonic()
 
     def tick(self, progress: float | None = None) -> None:
-        """Extend the lease if it is time; keeps the last progress if none is named."""
+        """Extend the lease if it is time; None keeps the last progress."""
         self._progress = self._progress if progress is None else progress
         if time.monotonic() - self._renewed >= RENEW:
             if not clip_queue.renew(self.job, self._progress):

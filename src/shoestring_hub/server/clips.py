@@ -39,7 +39,7 @@ DAYS = (1, 7, 30)
 
 @dataclass(frozen=True)
 class SentClip:
-    """What a client says of the clip that it sends."""
+    """A client's description of the clip that it sends."""
 
     name: str
     size: int
@@ -47,7 +47,7 @@ class SentClip:
 
 
 def sent(fields: Fields) -> SentClip:
-    """Read what a client says of a clip.
+    """Parse a client's description of a clip.
 
     Raises:
         RefusedError: the description is malformed, or the clip is too large.
@@ -61,14 +61,14 @@ def sent(fields: Fields) -> SentClip:
 
 
 def commit(access: Access, clip: SentClip, run: HubRun | None) -> HubClip:
-    """Create a clip and queue its conversion; a clip that was sent before to the same place is found again.
+    """Create a clip and queue its conversion; returns the existing clip if it was sent to the same place before.
 
     Raises:
-        RefusedError: clips are off, the clip was deleted or is none, a limit is reached, or chunks are missing (409).
+        RefusedError: clips are off, the clip was deleted, is invalid or exceeds a limit, or chunks are missing (409).
     """
     check_on()
     token = access.token
-    by = f"token {token.pk}" if token is not None and token.write_only else ""  # it must not learn what others sent
+    by = f"token {token.pk}" if token is not None and token.write_only else ""  # must not learn what others sent
     key = digest("\n".join([str(run.number) if run else "", by, *clip.chunks]).encode())
     if known := HubClip.objects.filter(project=access.project, key=key).select_related("project").first():
         if known.deleted:
@@ -94,7 +94,7 @@ def check_on() -> None:
 
 
 def check_quota(project: Project, size: int) -> None:
-    """Refuse bytes for which a project has no space left.
+    """Refuse `size` bytes if a project has no space left for them.
 
     Raises:
         RefusedError: the clips of the project would exceed the quota.

@@ -28,7 +28,7 @@ def clean_text(text: str) -> str:
 
 
 def writes_too_often(person: Person) -> bool:
-    """Whether a person has used up `WRITES`; deleting what was written does not give any of it back."""
+    """Whether a person has reached the limit `WRITES`; deleting comments does not lower the count."""
     since = timezone.now() - PERIOD
     acts = AuditEvent.objects.filter(act__in=LIMITED, person=person.username, time__gt=since)
     return acts.count() >= WRITES

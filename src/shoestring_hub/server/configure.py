@@ -92,7 +92,7 @@ class Opening:
 
     @property
     def uses_worker(self) -> bool:
-        """Whether a worker in the browser puts pages together."""
+        """Whether a service worker in the browser assembles pages."""
         return self.keep_templates or self.send_differences
 
 
@@ -134,7 +134,7 @@ def configure(place: Place, opening: Opening = FAST, clips: ClipService = CLIPS)
 
 
 def django_settings(place: Place, opening: Opening = FAST, clips: ClipService = CLIPS) -> dict[str, Any]:
-    """Django's settings. Only with a host name are cookies restricted to TLS and browsers told to insist on TLS."""
+    """Django's settings. Cookies are restricted to TLS, and browsers told to insist on TLS, only with a host name."""
     tls = bool(place.name)
     return {
         "HUB": place,

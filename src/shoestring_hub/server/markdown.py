@@ -17,7 +17,7 @@ from shoestring_hub.server.models import COMMENT
 
 _MENTION = re.compile(r"(?<![\w@.+/-])@([\w.@+-]{1,150})")
 _TRAILING = ".@+-"
-"""Characters that a name may have, but that usually belong to the sentence if they are its last ones."""
+"""Characters that a name may contain, but that usually belong to the sentence if the name ends with them."""
 
 
 def _link_mentions(state: StateCore) -> None:
@@ -73,7 +73,7 @@ _render_once = lru_cache(maxsize=500)(_render)
 
 
 def mentioned(text: str, people: Container[str]) -> set[str]:
-    """Those of some people whom a text mentions."""
+    """Names in `people` that a text mentions."""
     env: dict[str, Any] = {"people": people}
     _MARKDOWN.parse(text, env)
     return env.get("mentioned", set())

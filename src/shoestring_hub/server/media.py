@@ -1,8 +1,9 @@
 """Converts clips with ffmpeg: one MP4 that every browser plays, and a poster. All of it runs in the sandbox.
 
 The format of a file is decided by its first bytes, and ffmpeg is told to read it as this format. Otherwise ffmpeg
-guesses from the content, and some formats are lists of other files to read. Sizes are read from the headers first, and
-decoders refuse larger frames, so a small file cannot unpack to one that fills the memory or takes hours.
+would guess the format from the content, and some formats are lists of other files to read. Sizes are read from the
+headers first, and decoders refuse larger frames, so a small file cannot unpack to one that fills the memory or takes
+hours.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMATS = {
     "gif": "GIF",
     "avi": "AVI",
 }
-"""Formats that are accepted, by the name of ffmpeg's reader."""
+"""Accepted formats, by the name of ffmpeg's demuxer."""
 HEAD = 16
 """Number of bytes at the start of a file that decide its format."""
 DECODERS = (
@@ -47,8 +48,8 @@ STALL = 20.0
 """Seconds without any progress after which ffmpeg is ended."""
 PROBING = SandboxLimits(memory=1 << 30, seconds=15, file_size=1 << 20)
 CONVERTING = SandboxLimits()
-_TICK = 0.25  # seconds between looks at a running program
-_TEXT = 1 << 20  # bytes of a program's answer, at most
+_TICK = 0.25  # seconds between checks of a running program
+_TEXT = 1 << 20  # maximum bytes of a program's output
 _PICTURE_SIZE = re.compile(r"Picture size (\d{1,10})x(\d{1,10}) (?:is invalid|exceeds)")
 _SCALED = (
     "scale=w='if(gte(iw,ih),min(1920,iw),min(1080,iw))':h='if(gte(iw,ih),min(1080,ih),min(1920,ih))'"
@@ -70,7 +71,7 @@ Tick = Callable[[float], None]
 
 @dataclass(frozen=True)
 class ClipFacts:
-    """What the headers of a clip say; numbers are 0 where they say nothing."""
+    """Properties of a clip from its headers; a number that the headers lack is 0."""
 
     width: int
     height: int
@@ -80,7 +81,7 @@ class ClipFacts:
 
 
 def format_of(head: bytes) -> str:
-    """The name of ffmpeg's reader for a file that begins with these bytes; empty if the format is not accepted."""
+    """The name of ffmpeg's demuxer for a file that begins with these bytes; empty if the format is not accepted."""
     if head[4:8] == b"ftyp":
         return "mov"
     if head.startswith(b"\x1a\x45\xdf\xa3"):
@@ -192,7 +193,7 @@ def _number(text: object) -> float:
 
 
 def _guards(reader: str) -> list[str]:
-    """Options that stand before an input: what may be opened, as what it is read, and what decodes it."""
+    """Options before an input of ffmpeg: the protocols, decoders and frame size that are allowed, and the format."""
     allowed = ["-protocol_whitelist", "file", "-codec_whitelist", DECODERS, "-max_pixels", str(PIXELS)]
     return ["-v", "error", "-hide_banner", *allowed, "-f", reader]
 
@@ -214,14 +215,14 @@ def _conversion(reader: str) -> list[str]:
 
 
 class _Progress:
-    """What a running program has achieved so far, as its output and the file that it writes show."""
+    """Progress of a running program, as its output and the file that it writes show."""
 
     def __init__(self, output: Path, total: float) -> None:
         self.seconds, self.frames = 0.0, 0
         self._output, self._total, self._rest = output, total, b""
 
     def read(self, data: bytes) -> None:
-        """Take in what `-progress` has printed since the last call."""
+        """Parse what `-progress` has printed since the last call."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             name, _, text = line.decode(errors="replace").partition("=")
@@ -252,14 +253,14 @@ def _ffmpeg(folder: Path, arguments: Sequence[str], tick: Tick, progress: _Progr
 
 
 def _error(code: int, problem: str) -> Exception:
-    """Why a program has ended: at fault is the clip, unless a signal, the disk or the sandbox ended it."""
+    """The error for a failed program: the clip is at fault, unless a signal, the disk or the sandbox ended it."""
     lines = [line for line in problem.splitlines() if line.strip() and "Last message repeated" not in line]
     last = foreign.one_line(lines[-1]).replace(f"{INSIDE}/", "")[:200] if lines else f"it ended with code {code}"
     if "No space left on device" in problem:
         return StoppedError("the hub's disk is full")
     if size := _PICTURE_SIZE.search(problem):
         return _of_size(int(size[1]), int(size[2]))
-    if code == -signal.SIGXCPU or (code == 255 and not lines):  # ffmpeg ends itself when it gets this signal
+    if code == -signal.SIGXCPU or (code == 255 and not lines):  # ffmpeg exits with 255 on this signal
         return RejectedError(f"converting it takes more than {CONVERTING.seconds // 3600} hours of processor time")
     if code < 0:
         return StoppedError(f"ffmpeg was ended by signal {-code}")

@@ -1,8 +1,8 @@
 """How pages open fast: templates from the browser's cache, data as differences, and links that are fetched ahead.
 
 A worker in the browser (`static/hub/worker.js`) asks for a page by its ordinary address, with the header `Hub-Parts`.
-So the rule of the page's route is checked as always, each time the page is opened: what the browser has stored is
-shown only if the hub has just answered that it is current. Without the worker, pages are whole.
+The hub therefore checks the rule of the page's route each time the page is opened, and the browser shows stored data
+only if the hub has just answered that they are current. Without the worker, pages are sent whole.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PAGES = frozenset(
         "tokens",
     }
 )
-"""Names of the routes whose pages are taken apart and fetched ahead. Their GET must not change anything."""
+"""Names of the routes whose pages are sent in parts and fetched ahead; a GET of these must not change anything."""
 LINK_BYTES = 150_000
 """Maximum bytes of a page that is fetched ahead."""
 PAGE_BYTES = 400_000
 """Maximum bytes that one open page fetches ahead."""
 PARTS = "application/x-hub-page"
 FILES = ("bundles/charts.js", "hub/plain.js")
-"""Scripts that the worker fetches once, so that the first page with charts or without finds them in the cache."""
+"""Scripts that the worker fetches in advance, so that the cache has them when the first page needs them."""
 _WORKER = Path(__file__).parent / "static" / "hub" / "worker.js"
 _TITLE = re.compile(r"<title>([^<]*)</title>")
 _UNCHECKED = r'<title data-shown="\1">Hub</title><noscript><meta http-equiv="refresh" content="0"></noscript>'
@@ -74,7 +74,7 @@ class OpeningPages:
         return _limited(request, response)
 
     def process_view(self, request: Any, view: Any, names: object, arguments: object) -> HttpResponse | None:
-        """Refuse to fetch anything ahead but pages."""
+        """Refuse requests that fetch ahead anything but a page in `PAGES`."""
         request.is_hub_page = view.__name__ in PAGES
         allowed = settings.HUB_OPENING.fetch_ahead and request.method == "GET" and request.is_hub_page
         return None if allowed or _limit(request) is None else _refusal()
@@ -158,7 +158,7 @@ def _limited(request: HttpRequest, response: HttpResponse) -> HttpResponse:
 
 
 def _refusal() -> HttpResponse:
-    return HttpResponse(status=503)  # with which browsers forget what they have fetched ahead
+    return HttpResponse(status=503)  # makes browsers discard what they have fetched ahead
 
 
 # -- what all browsers get --------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _routes() -> list[Any]:
 
 
 def _pages() -> list[str]:
-    """Regular expressions, as JavaScript writes them, of the paths of pages without their first slash."""
+    """Regular expressions, in JavaScript's syntax, of the paths of pages without the first slash."""
     return [one.pattern.regex.pattern.replace("(?P<", "(?<").replace(r"\Z", "$") for one in _routes()]
 
 
@@ -197,7 +197,7 @@ def _rules() -> dict[str, Any]:
 
 
 def worker_script(request: HttpRequest) -> HttpResponse:
-    """The script of the worker, preceded by what it has to know about this hub."""
+    """The script of the worker, preceded by a constant with the settings of this hub."""
     opening = settings.HUB_OPENING
     facts = {"version": version(), "pages": _pages(), "files": _files(), "differences": opening.send_differences}
     script = f'"use strict";\nconst HUB = {json.dumps(facts)};\n{_worker()}'

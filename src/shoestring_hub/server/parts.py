@@ -1,7 +1,7 @@
-"""Data of pages as lines, of which a browser gets only those that it does not have.
+"""Encodes the data of pages as lines, of which a browser is sent only those that it does not have.
 
-A line is a JSON array of numbers of texts and of strings. Lines end where rows and sections of a page begin, so a
-change leaves the other lines as they were. `static/hub/worker.js` puts the page together again.
+A line is a JSON array of strings and of integers, which are numbers of texts. Lines end where rows and sections of a
+page begin, so a change leaves the other lines as they were. `static/hub/worker.js` reassembles the page.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shoestring_hub.server.texts import Item
 LONG = 2000
 """Length in characters from which a string is cut into lines of its own."""
 SHORTEST = 24
-"""Length in characters from which a browser may have a line already; the names of shorter ones would not pay."""
+"""Minimum length in characters of a line that a reference may replace; shorter lines are always sent."""
 BLOCK = re.compile(r"<(?:tr|li|section|article|script|form|dl|main)\b")
 """Where lines begin in HTML."""
 VERY_LONG = 60_000
 """Length in characters from which lists are cut into longer lines, so that the checksums still fit into a header."""
 _BLOCKS = re.compile(f"(?={BLOCK.pattern})")
 _LISTS, _LONG_LISTS = (re.compile(rf"(?:[^\[\],]*,){{{count}}}|[^\[]*(?:\[|$)") for count in (16, 128))
-"""Lines of lists in JSON: so many elements, counted from the start of a list, so that an element that is appended to
-one list moves no other line; or else all up to the next list."""
+"""Match lines of lists in JSON: 16 or 128 elements, counted from the start of a list, so that appending an element to
+one list changes no line of another; or, if fewer remain, everything up to the next list."""
 _HAVE = re.compile(r"(?:[0-9a-f]{8}){0,1000}")
 
 
@@ -67,7 +67,7 @@ def etag_of(lines: Sequence[str]) -> str:
 
 
 def positions_of(have: str) -> dict[int, int]:
-    """Decode what a browser says that it has: eight hexadecimal digits, a CRC-32, for each line. Malformed is empty."""
+    """Map the CRC-32 of each line that a browser has, eight hexadecimal digits, to its position; {} if malformed."""
     if not _HAVE.fullmatch(have):
         return {}
     sums = [int(have[at : at + 8], 16) for at in range(0, len(have), 8)]
@@ -77,7 +77,7 @@ def positions_of(have: str) -> dict[int, int]:
 def difference(lines: Sequence[str], have: Mapping[int, int]) -> str:
     """The lines, with `=FIRST,COUNT` in place of those that the browser has at these positions.
 
-    A CRC-32 may be that of another line: the browser compares the entity tag, and asks for all lines if it differs.
+    Two lines may have the same CRC-32, so the browser checks the entity tag, and asks for all lines if it differs.
     """
     sent: list[str] = []
     first = count = 0

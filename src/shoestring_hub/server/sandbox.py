@@ -1,8 +1,8 @@
-"""Runs a program on files that nobody trusts: without network, with limits, and without any other file of the machine.
+"""Runs a program on untrusted files: without network, with limits, and without access to other files of the machine.
 
 The program gets new namespaces. Its file system holds the programs and libraries of the machine, read-only, and one
 folder; it has no `/proc`, `/dev`, `/tmp` or home, no capability and no network but a loopback device that is down. The
-kernel ends it when the process that started it ends.
+kernel ends the program when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 """The whole environment of the program."""
 INSIDE = Path("/clip")
-"""Where the program sees its folder."""
+"""Path under which the program sees its folder."""
 _NEEDED = ("ffmpeg", "ffprobe", "mount", "nice", "pivot_root", "prlimit", "setpriv", "sh", "umount", "unshare")
 # `umount` needs /proc, which only the old root has. The libraries of ffmpeg include links to /etc/alternatives.
 _ENTER = """
@@ -60,7 +60,7 @@ class SandboxLimits:
 
 
 def command(folder: Path, arguments: Sequence[str], limits: SandboxLimits) -> list[str]:
-    """The command that runs a program of the machine in the sandbox.
+    """The command that runs, in the sandbox, a program that is installed on the machine.
 
     Args:
         folder: a folder with the subfolders `root`, which must be empty, and `clip`, which the program sees as `/clip`

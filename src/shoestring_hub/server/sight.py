@@ -13,7 +13,8 @@ from shoestring_hub.server.models import ClipJob, Comment, Follow, HubClip, HubR
 def clips_of(project: Project, person: Any, role: Role) -> QuerySet[HubClip]:
     """Clips of a project that a person with this role may see.
 
-    Hidden ones are only for owners and for who sent them; deleted ones, and those of deleted runs, only for writers.
+    Hidden clips are visible only to owners and to whoever sent them; deleted clips and clips of deleted runs only to
+    writers.
     """
     clips = HubClip.objects.filter(project=project)
     if role < Role.OWNER:
@@ -46,7 +47,7 @@ class Sight:
         return Member.objects.filter(person=self.person, role=Role.OWNER).values("project")
 
     def clips(self) -> QuerySet[HubClip]:
-        """Converted clips of the person's projects; hidden ones only for who sent them and for owners."""
+        """Converted clips of the person's projects; hidden ones only for whoever sent them and for owners."""
         visible = Q(hidden=None) | Q(person=self.person) | Q(project__in=self._owned)
         clips = HubClip.objects.filter(visible, project__in=self._shared, deleted=None, run__deleted=None)
         return clips.filter(job__state=ClipJob.DONE)
@@ -63,24 +64,24 @@ class Sight:
         return Person.objects.filter(pk__in=Member.objects.filter(project__in=self._shared).values("person"))
 
     def projects_with(self, other: Person) -> QuerySet[Project]:
-        """Those of the person's projects in which somebody else has a role as well."""
+        """Those of the person's projects in which `other` has a role as well."""
         theirs = Member.objects.filter(person=other).values("project")
         return self.projects().filter(pk__in=theirs)
 
     def followers_of(self, other: Person) -> QuerySet[Person]:
-        """Active people who follow somebody, as far as both have a role in the same one of the person's projects.
+        """Active people who follow `other`, if both have a role in the same one of the person's projects.
 
-        A follow shows that two people share a project; so it is shown only where they share one that is visible.
+        A follow reveals that two people share a project, so it is shown only if they share one of these projects.
         """
         together = Member.objects.filter(project__in=self.projects_with(other)).values("person")
         followers = Follow.objects.filter(person=other).values("follower")
         return Person.objects.filter(pk__in=together, is_active=True).filter(pk__in=followers)
 
     def followed_people(self) -> QuerySet[Person]:
-        """People whom the person follows, as far as the two still share a project."""
+        """People whom the person follows and with whom the person still shares a project."""
         followed = Follow.objects.filter(follower=self.person, project=None).values("person")
         return self.people().filter(pk__in=followed)
 
     def followed_projects(self) -> QuerySet[Project]:
-        """Projects that the person follows, as far as the person still has a role in them."""
+        """Projects that the person follows and in which the person still has a role."""
         return self.projects().filter(pk__in=Follow.objects.filter(follower=self.person, person=None).values("project"))

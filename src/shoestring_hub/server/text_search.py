@@ -1,7 +1,7 @@
 """Full-text search by FTS5 of SQLite or the text search of PostgreSQL, in the indexes that migration 0002 creates.
 
-The index covers all projects, so it only narrows rows down that the caller may see. There are no scores: the usual ones
-depend on how often a word occurs in all rows, and would tell about projects that are not visible.
+The index covers all projects, so it only filters rows that the caller may see. There are no scores: the usual ones
+depend on how often a word occurs in all rows, and would reveal something about projects that are not visible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def words_of(query: str) -> list[str]:
 
 
 def matching(rows: QuerySet[Row], words: Sequence[str]) -> QuerySet[Row]:
-    """Those of some rows that have, for each word, a word that begins with it; `words` must come from `words_of`."""
+    """Rows in which every word of a search begins some word of the row; `words` must come from `words_of`."""
     index = f"{rows.model._meta.db_table}_words"
     if connection.vendor == "sqlite":
         sql, query = f"SELECT rowid FROM {index} WHERE {index} MATCH %s", " AND ".join(f'"{word}"*' for word in words)
@@ -38,7 +38,7 @@ def matching(rows: QuerySet[Row], words: Sequence[str]) -> QuerySet[Row]:
 
 
 def excerpt(text: str, words: Sequence[str], length: int = 300) -> list[tuple[str, bool]]:
-    """The part of a text around the first match, cut into pieces, with whether each piece is a match."""
+    """The part of a text around the first match, cut into pieces, each with whether it is a match."""
     if not words:
         return [(_cut(text, 0, length), False)]
     pattern = re.compile(rf"(?<![^\W_])((?:{'|'.join(map(re.escape, words))})[^\W_]*)", re.IGNORECASE)

@@ -20,7 +20,7 @@ from django.template import engines
 from django.template.base import TextNode
 
 FORM_TOKEN = -1
-"""Stands for the token against forged forms, which differs at each request."""
+"""Placeholder for the token against forged forms, which differs at each request."""
 _TEMPLATES = Path(str(resources.files("shoestring_hub.server"))) / "templates"
 
 Item = int | str
@@ -41,7 +41,7 @@ class Marks:
         return f"{self.prefix}{number}\x03"
 
     def split(self, page: str) -> list[Item]:
-        """Take a rendered page apart."""
+        """Split a rendered page into numbers of texts, `FORM_TOKEN`, and data."""
         parts = re.split(re.escape(self.prefix) + r"(-?\d+)\x03", page)
         items = [int(part) if index % 2 else part for index, part in enumerate(parts)]
         return [item for item in items if item != ""]
@@ -71,14 +71,14 @@ def texts() -> tuple[str, ...]:
     ]
     ordered = tuple(sorted({node.s for node in nodes}))
     numbers = {text: number for number, text in enumerate(ordered)}
-    for node in nodes:  # Django's parser creates them, and keeps compiled templates
+    for node in nodes:  # in place: Django caches the nodes that it has parsed
         node.__class__, node.number = TemplateText, numbers[node.s]
     return ordered
 
 
 @contextmanager
 def marked(*, numbered: bool) -> Iterator[Marks]:
-    """Pages that are rendered within have marks in place of texts and of the form token."""
+    """Context in which pages are rendered with marks in place of the form token and, if `numbered`, of texts."""
     texts()
     marks = Marks(numbered)
     token = _marks.set(marks)
@@ -95,7 +95,7 @@ def form_token_mark() -> str:
 
 
 def whole(items: Sequence[Item], form_token: str) -> str:
-    """The page that was taken apart."""
+    """Join the items of a page to its HTML."""
     known = texts()
     return "".join(
         item if isinstance(item, str) else form_token if item == FORM_TOKEN else known[item] for item in items

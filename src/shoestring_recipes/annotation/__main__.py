@@ -1,8 +1,8 @@
-"""The tools before training: crawl, make tasks, label, exchange, and look at the raters.
+"""Tools that prepare training data: crawl pages, make tasks, label them, exchange labels, and review raters.
 
 python -m shoestring_recipes.annotation STORE ACTION …
 
-STORE is a file, or the address of a database. `ACTION --help` lists the arguments of an action.
+STORE is an SQLite file, or the address of a database. `ACTION --help` lists the arguments of an action.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoestring_recipes.annotation.tables import FAILED
 
 
 def crawl(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
-    """Crawl the site of an address into the store, or continue."""
+    """Crawl the site of an address into the store, or continue an interrupted crawl."""
     from shoestring_recipes.annotation import crawl as crawling
 
     names = [field.name for field in dataclasses.fields(crawling.CrawlSettings)]
@@ -34,7 +34,7 @@ def crawl(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
 
 
 def read(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
-    """Read a paged interface in JSON into the store, or continue."""
+    """Read the records of a paged JSON API into the store, or continue an interrupted reading."""
     from shoestring_recipes.annotation import paged
 
     names = [field.name for field in dataclasses.fields(paged.PagedInterface)]
@@ -42,7 +42,7 @@ def read(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
 
 
 def _chosen(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options that the command line names, so that settings keep their defaults otherwise."""
+    """Return those of the named options that the command line sets; the others keep the defaults of the settings."""
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
@@ -52,7 +52,7 @@ def add(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
 
 
 def project(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
-    """Add a project, unless it exists, and make tasks of the store's items."""
+    """Add a project if `--choice` names its answers, and make tasks of the store's items."""
     if options.choice:
         store.add_project(options.project, options.question or options.project, options.choice, options.wanted)
     number = store.add_tasks(options.project, source=options.source, limit=options.limit)
@@ -66,7 +66,7 @@ def rater(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
 
 
 def label(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
-    """Serve the page on which people label, until Ctrl-C; only on this machine."""
+    """Serve the labelling page to browsers on this machine until Ctrl-C."""
     from shoestring_recipes.annotation.server import LabelServer
 
     with LabelServer(store, store.project(options.project), options.port) as server:
@@ -92,14 +92,14 @@ def export(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
 
 
 def take(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
-    """Add labels from a CSV file, or from an export of Label Studio in JSON."""
+    """Add labels from a CSV file, or from a JSON export of Label Studio."""
     reading = exchange.read_label_studio if options.file.suffix == ".json" else exchange.read_labels_csv
     number = reading(store, store.project(options.project), options.file, add_raters=options.add_raters)
     return [f"{number} labels"]
 
 
 def agree(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
-    """Say how well raters agree, who disagrees with all others and who copies, and write soft labels."""
+    """Report how well raters agree, who disagrees with all others and who copies; can also write soft labels."""
     chosen = store.project(options.project)
     rows = [(row.url, row.name, chosen.choices[row.choice]) for row in store.labels(chosen) if row.choice is not None]
     if not rows:
@@ -115,7 +115,7 @@ def agree(store: AnnotationStore, options: argparse.Namespace) -> list[str]:
 
 
 def describe(labels: raters.Labels, reviewed: raters.Review, people: Sequence[str], level: str) -> list[str]:
-    """Return lines about the agreement of raters, and about each of them."""
+    """Return lines about the agreement of all raters, about each rater, and about each group of copies."""
     values = np.arange(labels.classes, dtype=np.float64)
     alpha = agreement.alpha(labels.counts, values, level)
     interval = agreement.bootstrap(lambda counts: agreement.alpha(counts, values, level), labels.counts)

@@ -14,9 +14,9 @@ import numpy as np
 from shoestring.core.errors import ConfigError, DataError, nearest
 
 LEVELS = ("nominal", "ordinal", "interval", "ratio")
-"""Levels of measurement, which say how far two different ratings disagree."""
+"""Levels of measurement; the level determines how much two different ratings disagree."""
 MOST_VALUES = 4000
-"""Maximum number of different ratings; a table of all pairs of values is computed."""
+"""Maximum number of different ratings; memory grows with its square, because all pairs of values are compared."""
 MOST_UNDEFINED = 0.05
 """Maximum share of bootstrap samples in which a measure may be undefined; above it the interval is undefined too."""
 
@@ -31,7 +31,7 @@ def tally(ratings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         The counts (items, values) and the sorted values.
 
     Raises:
-        DataError: the ratings are no table of numbers, are infinite, or have more than `MOST_VALUES` values.
+        DataError: the ratings are not a table, include infinity, or have more than `MOST_VALUES` different values.
     """
     table = np.asarray(ratings, dtype=np.float64)
     if table.ndim != 2 or np.isinf(table).any():
@@ -48,7 +48,7 @@ def krippendorff(ratings: np.ndarray, level: str = "nominal") -> float:
     """Compute Krippendorff's alpha (Krippendorff, *Content analysis*, 2004) of ratings (items, raters), NaN for holes.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: `level` is not in `LEVELS`.
         DataError: as for `tally`, or a rating is negative at level `ratio`.
     """
     return alpha(*tally(ratings), level)
@@ -74,7 +74,7 @@ def _differences(values: np.ndarray, totals: np.ndarray, level: str) -> np.ndarr
         return 1.0 - np.eye(len(values))
     if level == "interval":
         return np.square(values[:, None] - values)
-    if level == "ordinal":  # the number of ratings between two values, with half of those at the ends
+    if level == "ordinal":  # ranks differ by the ratings between two values, plus half of those at both
         ranks = np.cumsum(totals) - totals / 2
         return np.square(ranks[:, None] - ranks)
     if level == "ratio":
@@ -110,10 +110,10 @@ def cohen(pairs: np.ndarray, weights: str = "") -> float:
 
     Args:
         pairs: (items, 2), NaN where a rater has not rated an item; only items that both have rated count.
-        weights: `linear` or `quadratic`, by which larger differences of numbers count more; empty for none.
+        weights: `linear` or `quadratic`, so that larger differences of ratings count more; empty for no weights.
 
     Raises:
-        ConfigError: there are no such weights.
+        ConfigError: `weights` is none of these.
     """
     both = np.asarray(pairs, dtype=np.float64)
     both = both[~np.isnan(both).any(1)]
@@ -133,10 +133,10 @@ def cohen(pairs: np.ndarray, weights: str = "") -> float:
 def bootstrap(
     measure: Callable[[np.ndarray], float], rows: np.ndarray, draws: int = 1000, seed: int = 0
 ) -> tuple[float, float]:
-    """Compute the 95% percentile interval of a measure over items that are drawn anew with replacement.
+    """Compute the 95% bootstrap interval (percentile method) of a measure, by resampling items with replacement.
 
     Args:
-        measure: function of rows, one for each item, such as the counts of `tally`.
+        measure: function that computes the measure from rows of items, such as the counts of `tally`.
         draws: number of bootstrap samples; more give a steadier interval and take longer.
     """
     rng = np.random.default_rng(seed)

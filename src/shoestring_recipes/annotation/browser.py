@@ -1,4 +1,4 @@
-"""Opens pages in Debian's Chromium, for text that scripts write."""
+"""Opens pages in Debian's Chromium, to get text that scripts write."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ except ImportError as error:
     raise ConfigError("a browser needs Selenium", hint='pip install "shoestring[annotation]"') from error
 
 SETTLED = 0.25
-"""Seconds in which the text of a page must not change before it counts as complete."""
+"""Seconds for which the text of a page must not change before it counts as complete."""
 
 
 class PageRenderer:
-    """A headless Chromium that reaches a single host.
+    """A headless Chromium that can reach only one host.
 
     Args:
-        url: address whose host it may reach; names of other hosts have no address in this browser.
+        url: address whose host the browser may reach; other host names do not resolve in it.
         agent: name of the browser in requests.
         timeout: seconds after which a page is taken as it is.
         delay: seconds between two pages.
@@ -60,15 +60,15 @@ class PageRenderer:
         self.driver.set_page_load_timeout(timeout)
 
     def render(self, url: str) -> tuple[str, str]:
-        """Open a page, and return its final address and its HTML once its text has settled; if the page cannot be
-        opened, a reason and an empty text."""
+        """Open a page, wait until its text settles, and return its final address and its HTML; if the page cannot be
+        opened, return the reason and an empty text."""
         time.sleep(max(self.opened + self.delay - time.monotonic(), 0))
         self.opened = end = time.monotonic()
         end += self.timeout
         try:
             self.driver.get(url)
         except TimeoutException:
-            pass  # what has come is taken
+            pass  # use what has loaded so far
         except WebDriverException as error:
             return f"the browser: {(error.msg or '').partition(chr(10))[0]}", ""
         try:

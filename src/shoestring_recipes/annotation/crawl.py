@@ -1,8 +1,9 @@
 """Crawls a site into the store with Scrapy.
 
-Which addresses are known, and what became of each, is in the store, in the same transactions as the pages. So a crawl
-that is killed continues where it was: only requests that were under way are made again. Requests stay on the host of
-the first address, follow robots.txt, and keep a distance in time. Redirects count as links.
+The store holds the known addresses and their states, which are written in the same transactions as the pages. A crawl
+that is killed therefore continues where it stopped, and repeats only the requests that were under way. Requests stay on
+the host of the first address, follow robots.txt, and are spaced by a delay. The target of a redirect is treated as a
+link.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ except ImportError as error:
 
 AGENT = "shoestring-annotation"
 WINDOW = 2
-"""Number of addresses that are handed to Scrapy at a time, for each request that may be under way."""
+"""Number of addresses that Scrapy holds at a time, as a multiple of the maximum number of requests under way."""
 LONGEST = 2000
-"""Maximum length of an address; longer ones are nearly always made by loops of a site."""
+"""Maximum length of an address; longer ones nearly always come from link loops in a site."""
 LARGEST = 8 << 20
 """Maximum size of a page in bytes."""
 THIN = 200
-"""Number of characters below which a page with scripts is taken for one that needs a browser."""
+"""Number of characters of text below which a page with scripts is assumed to need a browser."""
 RENDER = ("never", "thin", "always")
 
 
@@ -62,17 +63,17 @@ class CrawlSettings:
     timeout: float = 30.0
     """Seconds after which a request has failed."""
     render: str = "never"
-    """Which pages a browser opens as well, for text that scripts write: `never`, `thin` (pages with scripts and little
-    text) or `always`."""
+    """Which pages a browser opens as well, to get text that scripts write: `never`, `thin` (pages with scripts and
+    little text) or `always`."""
     agent: str = AGENT
     """Name of the crawler in requests and in robots.txt; add an address at which you can be reached."""
 
 
 def site_of(url: str) -> str:
-    """Return the host, with its port if the address names one that is not the scheme's own.
+    """Return the host of an address, with its port unless that is the default of the scheme.
 
     Raises:
-        ConfigError: this is no address of a web page.
+        ConfigError: the address is not that of a web page, or has a name or a password.
     """
     try:
         parts = urlsplit(url)
@@ -91,7 +92,7 @@ def read_robots(url: str, settings: CrawlSettings) -> Protego:
     """Read the robots.txt of a site; a missing file allows everything (RFC 9309).
 
     Raises:
-        DataError: the site cannot be reached, or fails to send the file, so that what it allows is unknown.
+        DataError: the site cannot be reached, or answers with status 429 or 5xx, so its rules are unknown.
     """
     parts = urlsplit(url)
     address = f"{parts.scheme}://{parts.netloc}/robots.txt"
@@ -110,7 +111,7 @@ def read_robots(url: str, settings: CrawlSettings) -> Protego:
 
 
 class SitePages(scrapy.Spider):
-    """Requests the addresses of a site that wait in the store, and stores what they hold."""
+    """Spider that takes the waiting addresses of a site from the store, requests them, and stores their pages."""
 
     name = "site"
 
@@ -128,7 +129,7 @@ class SitePages(scrapy.Spider):
             yield request
 
     def more(self) -> Iterator[scrapy.Request]:
-        """Yield requests until as many are under way as `WINDOW` allows."""
+        """Yield requests until as many are under way as `WINDOW` and the maximum number of pages allow."""
         room = min(WINDOW * self.limits.parallel, self.limits.pages - self.stored) - len(self.under_way)
         for number, url, depth in self.store.waiting(self.site, self.last, room) if room > 0 else ():
             self.last = number
@@ -137,7 +138,7 @@ class SitePages(scrapy.Spider):
             yield scrapy.Request(url, self.read, errback=self.failed, meta=meta, dont_filter=True)
 
     async def read(self, response: Any) -> AsyncIterator[Any]:
-        """Store a page and request others."""
+        """Store the page of a response, and request the next addresses."""
         url, depth = response.meta["address"], response.meta["depth_of_page"]
         try:
             await self.settle(url, depth, response)
@@ -150,7 +151,7 @@ class SitePages(scrapy.Spider):
             yield request
 
     async def settle(self, url: str, depth: int, response: Any) -> None:
-        """Store a page, or note why there is none."""
+        """Store the page of a response, or record in the store why there is none."""
         if 300 <= response.status < 400 and "Location" in response.headers:
             target = urljoin(url, response.headers["Location"].decode("latin-1"))
             self.store.add_addresses(self.site, self.links([target], depth), depth + 1)
@@ -171,7 +172,7 @@ class SitePages(scrapy.Spider):
             self.stored += bool(text)
 
     async def rendered(self, url: str, response: Any) -> tuple[Any, str]:
-        """Return the page, as a browser has it where that is asked for, or None and the reason why there is none."""
+        """Return the page, rendered by a browser if the settings ask for it; or None and the reason of the failure."""
         thin = len(text_of(response)) < THIN and bool(response.xpath("//script"))
         if self.render is None or not (thin or self.limits.render == "always"):
             return response, ""
@@ -183,14 +184,14 @@ class SitePages(scrapy.Spider):
         return HtmlResponse(place, body=content.encode("utf-8", "replace"), encoding="utf-8"), ""
 
     def belongs(self, url: str) -> bool:
-        """Whether an address is one of this site."""
+        """Whether an address belongs to this site."""
         try:
             return site_of(url) == self.site
         except ConfigError:
             return False
 
     def links(self, urls: list[str], depth: int) -> list[str]:
-        """Return the addresses that are to be crawled, each once, in canonical form."""
+        """Return the addresses to crawl, in canonical form without duplicates; counts the others in `left_out`."""
         chosen: dict[str, None] = {}
         for url in urls:
             try:
@@ -208,7 +209,7 @@ class SitePages(scrapy.Spider):
         return list(chosen)
 
     def failed(self, failure: Any) -> Iterator[scrapy.Request]:
-        """Note why an address could not be read, and request others."""
+        """Record why an address could not be read, and request the next addresses."""
         url = failure.request.meta["address"]
         try:
             if failure.check(IgnoreRequest):
@@ -242,10 +243,10 @@ def links_of(page: Any) -> list[str]:
 
 
 def crawl(store: AnnotationStore, url: str, settings: CrawlSettings) -> list[str]:
-    """Crawl the site of an address, or continue a crawl; at most one crawl in a process.
+    """Crawl the site of an address, or continue a crawl; can be called only once in a process.
 
     Returns:
-        Lines that say how many pages are stored, and how many are not and why.
+        Lines with the number of stored pages, and of the site's other addresses by state and reason.
 
     Raises:
         ConfigError: the address or a setting is wrong, or the store cannot be used.
@@ -282,7 +283,7 @@ def crawl(store: AnnotationStore, url: str, settings: CrawlSettings) -> list[str
 
 
 def report(states: Mapping[tuple[str, str], int], left_out: Mapping[str, int]) -> list[str]:
-    """Return lines that say what became of a site's addresses, and which links were left out in this call."""
+    """Return lines with the number of a site's addresses by state and reason, and of links that this call left out."""
     lines = [
         f"{count:8} {state}{f' ({reason})' if reason else ''}" for (state, reason), count in sorted(states.items())
     ]

@@ -1,9 +1,10 @@
-"""Tasks and labels as CSV, and as JSON in the form that Label Studio documents.
+"""Reads and writes tasks and labels as CSV, and as JSON in Label Studio's format.
 
-Label Studio's form is that of its pages "Label Studio JSON format of annotated tasks" and "Import tasks": a list of
-tasks with `data`, `annotations` and, in each annotation, the regions of `result`; for a choice, `type` is `choices` and
-`value.choices` a list of texts. `completed_by` is the number of a user, or an object with the user's `email`. Here the
-rater `user 7` is user 7 of Label Studio, and any other name is taken for an email address.
+Label Studio documents its format on the pages "Label Studio JSON format of annotated tasks" and "Import tasks". A file
+is a list of tasks with `data` and `annotations`; the `result` of an annotation is a list of regions. A choice is a
+region whose `type` is `choices` and whose `value.choices` is a list of texts. `completed_by` is the number of a user,
+or an object with the user's `email`. Here a rater named `user 7` is user 7 of Label Studio; any other name is treated
+as an email address.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 from shoestring_recipes.annotation.raters import Labels
 
-if TYPE_CHECKING:  # training needs no database
+if TYPE_CHECKING:  # training imports this module without a database
     from shoestring_recipes.annotation.store import AnnotationStore
 
 LARGEST = 512 << 20
@@ -33,14 +34,14 @@ TASK_COLUMNS = ("task", "url", "title", "text")
 LABEL_COLUMNS = ("task", "url", "rater", "label", "seconds", "made")
 _USER = re.compile(r"user (\d{1,18})")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""First characters by which spreadsheets take a cell for a formula; texts from the web are not to be one."""
+"""First characters that make a spreadsheet evaluate a cell as a formula, which texts from the web must not be."""
 
 
 # -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> int:
-    """Write a table, and return the number of its rows. Texts that a spreadsheet would run as formulas get a quote."""
+    """Write a table, and return the number of its rows. Texts that begin like a formula get a leading apostrophe."""
     text, written = io.StringIO(newline=""), 0
     writer = csv.writer(text)
     writer.writerow(columns)
@@ -87,7 +88,7 @@ def write_tasks_csv(store: AnnotationStore, project: Any, path: Path) -> int:
 
 
 def write_labels_csv(store: AnnotationStore, project: Any, path: Path) -> int:
-    """Write the labels of a project as CSV, and return their number; skipped tasks have no label."""
+    """Write the labels of a project as CSV, and return their number; the label of a skipped task is empty."""
     rows = (
         (row.task, row.url, row.name, "" if row.choice is None else project.choices[row.choice], row.seconds, row.made)
         for row in store.labels(project)
@@ -114,10 +115,10 @@ def read_labels_csv(store: AnnotationStore, project: Any, path: Path, *, add_rat
     """Add labels from a table with the columns `url`, `rater` and `label`, and return their number.
 
     Args:
-        add_raters: whether people whom the store does not know are added; otherwise they are an error.
+        add_raters: whether to add raters whom the store does not know; otherwise an unknown rater is an error.
 
     Raises:
-        DataError: as for `read_csv`, or a task, a rater or a label is unknown, or an answer differs from the store's.
+        DataError: as for `read_csv`, or a task, rater or label is unknown, or a label differs from the stored one.
     """
     rows = [
         (f"`{path}`, line {line}", row["url"], "", row["rater"], row["label"] or None, row.get("seconds", ""))
@@ -129,8 +130,8 @@ def read_labels_csv(store: AnnotationStore, project: Any, path: Path, *, add_rat
 def _add_labels(
     store: AnnotationStore, project: Any, rows: Sequence[tuple[str, str, str, str, str | None, Any]], add_raters: bool
 ) -> int:
-    """Check all labels, then store them; a row is the place in the file, the address and the number of the task, the
-    rater, the label and the seconds."""
+    """Check all labels, then store them. A row holds the place in the file, the address of the task's item, the number
+    of the task (used if the address is empty), the rater, the label (None for a skipped task) and the seconds."""
     by_url = {row.url: row.task for row in store.tasks(project)}
     people, checked = store.raters(), []
     for place, url, number, rater, label, seconds in rows:
@@ -173,7 +174,7 @@ def labeling_config(project: Any) -> str:
 
 
 def write_label_studio(store: AnnotationStore, project: Any, path: Path) -> int:
-    """Write the tasks of a project with their labels in Label Studio's form, and return the number of tasks."""
+    """Write the tasks of a project with their labels in Label Studio's format, and return the number of tasks."""
     annotations: dict[int, list[dict[str, Any]]] = {}
     for row in store.labels(project):
         user = _USER.fullmatch(row.name)
@@ -201,11 +202,11 @@ def write_label_studio(store: AnnotationStore, project: Any, path: Path) -> int:
 
 
 def read_label_studio(store: AnnotationStore, project: Any, path: Path, *, add_raters: bool = False) -> int:
-    """Add labels from an export of Label Studio in JSON, and return their number. A task is recognised by `data.url`,
-    or by its number if it has none.
+    """Add labels from a JSON export of Label Studio, and return their number. A task is identified by `data.url`, or by
+    its `id` if it has no URL.
 
     Raises:
-        DataError: the file is no such export, or as for `read_labels_csv`.
+        DataError: the file is not such an export, or as for `read_labels_csv`.
     """
     try:
         tasks = foreign.read_json(path, LARGEST)
@@ -236,7 +237,7 @@ def _objects(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _choice(annotation: dict[str, Any], place: str) -> str:
-    """Return the one choice of an annotation."""
+    """Return the choice of an annotation, which must have exactly one."""
     regions = [one for one in _objects(annotation.get("result"), f"{place}: `result`") if one.get("type") == "choices"]
     values = [value.get("choices") for region in regions if isinstance(value := region.get("value"), dict)]
     if len(values) != 1 or not isinstance(values[0], list) or len(values[0]) != 1 or not isinstance(values[0][0], str):
@@ -245,7 +246,7 @@ def _choice(annotation: dict[str, Any], place: str) -> str:
 
 
 def _user(value: Any, place: str) -> str:
-    """Return the name of the rater for a `completed_by`."""
+    """Return the rater's name for a value of `completed_by`: an email address, or `user` and a number."""
     if isinstance(value, dict) and isinstance(value.get("email"), str):
         return value["email"]
     number = value.get("id") if isinstance(value, dict) else value
@@ -258,10 +259,10 @@ def _user(value: Any, place: str) -> str:
 
 
 def labels_of(rows: Iterable[tuple[str, str, str]], choices: Sequence[str]) -> tuple[Labels, list[str], list[str]]:
-    """Build labels from rows of an item's address, a rater's name and a choice.
+    """Build labels from rows that hold an item's address, a rater's name and a choice.
 
     Returns:
-        The labels, and the addresses of the items and the names of the raters, in the order of their numbers.
+        The labels, the addresses of the items, and the names of the raters; both lists are indexed by number.
     """
     items: dict[str, int] = {}
     people: dict[str, int] = {}

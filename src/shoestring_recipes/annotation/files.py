@@ -1,4 +1,4 @@
-"""Pictures of one's own for `shoestring predict`: read and named as in the recipe `images`."""
+"""Reads the user's own images for `shoestring predict` and names their classes, as the recipe `images` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a paged interface that answers in JSON into the store, with a token, and waits where it is asked to."""
+"""Reads the records of a paged JSON API into the store, authenticates with a token, and waits when asked to."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from shoestring_recipes.annotation.store import AnnotationStore
 LARGEST = 64 << 20
 """Maximum size of an answer in bytes."""
 LONGEST_WAIT = 900.0
-"""Maximum number of seconds that an interface may ask to wait; above it the reading ends and can be continued."""
+"""Maximum number of seconds that an interface may ask to wait; above it, reading ends and can be continued later."""
 
 
 @dataclass(frozen=True)
 class PagedInterface:
-    """Where a paged interface is, and how its answers are built. Names with dots lead into nested objects."""
+    """Address of a paged JSON API, and names of fields in its answers. A name with dots leads into nested objects."""
 
     url: str
     """Address of the first page."""
     source: str
-    """Name of the source in the store; reading continues by this name."""
+    """Name of the source in the store, under which the position for continuing is stored."""
     records: str = "items"
-    """Name of the list of records in an answer."""
+    """Field of an answer with the list of records."""
     next: str = "next"
-    """Name of the whole address or of the cursor of the next page in an answer; the last answer has none."""
+    """Field of an answer with the next page's address or cursor; missing or empty in the last answer."""
     parameter: str = "cursor"
-    """Parameter of the address that takes the cursor."""
+    """Query parameter in which the cursor is sent."""
     identity: str = "id"
-    """Name of what tells records apart."""
+    """Field of a record that identifies it."""
     text: str = "text"
-    """Name of a record's text."""
+    """Field of a record with its text."""
     title: str = "title"
-    """Name of a record's title."""
+    """Field of a record with its title."""
     token_variable: str = ""
     """Environment variable with the token; empty for none."""
     tries: int = 8
@@ -54,14 +54,14 @@ class PagedInterface:
 
 
 class _Stay(HTTPRedirectHandler):
-    """Follows no redirects, because the token would travel along."""
+    """Follows no redirects, because the token would be sent to their targets as well."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
 
 
 def dig(document: Any, name: str) -> Any:
-    """Return what a name with dots leads to in nested objects, or None."""
+    """Return the value that a name with dots selects in nested objects; None if there is none."""
     for part in name.split("."):
         document = document.get(part) if isinstance(document, dict) else None
     return document
@@ -70,17 +70,17 @@ def dig(document: Any, name: str) -> Any:
 def read_pages(
     store: AnnotationStore, interface: PagedInterface, *, wait: Callable[[float], object] = time.sleep
 ) -> list[str]:
-    """Read a paged interface from where the last call ended, page by page, into the store.
+    """Read the pages of an interface into the store, starting where the last call ended.
 
     Args:
         wait: function that waits a number of seconds.
 
     Returns:
-        Lines that say how many records are new, and how many have no text.
+        Lines with the number of new records, and of records without text or identity.
 
     Raises:
         ConfigError: the address is wrong, or the token is missing.
-        DataError: the interface refuses, fails, moves to another host, or repeats a page.
+        DataError: the interface refuses, keeps failing, sends malformed data, or names another host or the same page.
     """
     position, done = store.cursor(interface.source)
     token = _token(interface)
@@ -102,14 +102,14 @@ def read_pages(
         empty += len(records) - len(usable)
         following = dig(document, interface.next)
         position, done = ("", True) if following in (None, "", False) else (str(following), False)
-        _address(interface, position)  # before anything is stored
+        _address(interface, position)  # check the host before anything is stored
         added += store.store_records(interface.source, usable, position, done=done)
     lines = [f"{added:8} new records of {interface.source}"]
     return [*lines, f"{empty:8} records without text or identity"] if empty else lines
 
 
 def _token(interface: PagedInterface) -> str:
-    """Return the token, which is not sent unencrypted over a network."""
+    """Return the token, empty if there is none; refuses an address to which it would be sent unencrypted."""
     parts = urlsplit(interface.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"`{interface.url}` is no address of an interface", hint="it begins with https://")
@@ -131,7 +131,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address(interface: PagedInterface, position: str) -> str:
-    """Return the address of the page at a position, on the same host only."""
+    """Return the address of the page at a position: a cursor, or an address that must be on the same host."""
     if not position:
         return interface.url
     first = urlsplit(interface.url)
@@ -145,7 +145,7 @@ def _address(interface: PagedInterface, position: str) -> str:
 
 
 def _page(interface: PagedInterface, url: str, token: str, wait: Callable[[float], object]) -> Any:
-    """Request a page until the interface sends it."""
+    """Request a page, at most `interface.tries` times, until the interface sends it."""
     headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
     opener, reason = build_opener(_Stay), ""
     for number in range(interface.tries):
@@ -177,7 +177,7 @@ def _page(interface: PagedInterface, url: str, token: str, wait: Callable[[float
 
 
 def _asked(header: str | None, otherwise: float) -> float:
-    """Return the seconds for which a `Retry-After` asks, as a number or as a date."""
+    """Return the seconds to wait by a `Retry-After` header, a number or a date; without either, `otherwise`."""
     if header is None:
         return otherwise
     if header.strip().isdecimal():

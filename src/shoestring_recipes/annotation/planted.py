@@ -1,4 +1,4 @@
-"""Raters with known faults who label Fashion-MNIST: each confuses clothes that look alike, at a rate of its own."""
+"""Simulated raters of Fashion-MNIST: each confuses kinds of clothes that look alike, at a known rate of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shoestring_recipes.annotation.raters import Labels
 
 NAMES = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 LOOK_ALIKES = ((6, 3), (3, 4), (4, 6), (4, 0), (2, 6), (7, 9), (0, 2, 4), (9, 5), (6, 5), (7, 5))
-"""The kinds that each kind is taken for, by its number."""
+"""For each kind of clothes, the numbers of the kinds for which it is mistaken."""
 
 
 def confusions(raters: int, noise: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw confusion matrices (raters, kinds, labels) whose rates of wrong labels are about `noise` on average, and
-    from 0.4 to 1.6 times as much for a rater."""
+    """Draw confusion matrices (raters, kinds, labels). The mean error rate of all raters is about `noise`; that of one
+    rater is 0.4 to 1.6 times as high."""
     kinds = len(NAMES)
     rates = np.minimum(noise * rng.uniform(0.4, 1.6, (raters, 1)) * rng.uniform(0.5, 1.5, (raters, kinds)), 0.95)
     table = np.zeros((raters, kinds, kinds))
@@ -24,12 +24,12 @@ def confusions(raters: int, noise: float, rng: np.random.Generator) -> np.ndarra
 
 
 def planted(truth: np.ndarray, raters: int, per_item: int, noise: float, seed: int) -> Labels:
-    """Draw labels of items with known kinds.
+    """Draw the labels of simulated raters for items whose kinds are known.
 
     Args:
         truth: kind of each item.
         raters: number of raters.
-        per_item: number of raters who label an item.
+        per_item: number of raters who label each item.
         noise: mean share of wrong labels.
     """
     rng = np.random.default_rng(seed)

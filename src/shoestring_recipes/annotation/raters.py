@@ -1,6 +1,6 @@
-"""What raters' labels say together: a consensus, raters who disagree with all others, and copies.
+"""Estimates a consensus from the labels of several raters, and detects raters who disagree with all others or copy.
 
-Nobody is judged by a consensus that contains their own labels.
+No rater is judged by a consensus that contains the rater's own labels.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 from shoestring.core.errors import DataError
 
 LOW_KAPPA = 0.2
-"""Chance-corrected agreement with the consensus of the others below which a rater is said to disagree with them."""
+"""A rater disagrees with all others if the 95% interval of the chance-corrected agreement with them lies below this."""
 COPIED = 0.7
-"""Share of a rater's answers, beyond what the other raters' labels explain, from which the answers count as copied."""
+"""Minimum of `Likeness.copied` from which two raters count as copies of each other."""
 AGREEING = 0.3
-"""Chance-corrected agreement of two raters from which a consensus can be built on them."""
+"""Minimum chance-corrected agreement of two raters on which a consensus can be based."""
 SURE = 0.8
-"""Probability of a class from which a consensus counts as sure."""
+"""Minimum probability of the likeliest class of an item for its consensus to count as sure."""
 ERROR = 0.01
-"""Probability that two raters of a set who rate independently are taken for copies."""
+"""Maximum probability that any pair in a set of independent raters is mistaken for copies."""
 FEWEST = 10
-"""Minimum number of items by which a rater is judged."""
+"""Minimum number of items on which a rater is judged."""
 SMOOTHING = 0.01
 """Count that is added to each entry of a confusion matrix, so that no label is impossible."""
 ASKED = 10
-"""Maximum number of raters by whom models are compared, those with the most labels."""
+"""Maximum number of raters whose labels are used to compare models; those with the most labels are used."""
 GUESS_ROUNDS = 20
-"""Number of rounds in which the shares of guesses among right answers are estimated."""
+"""Number of iterations that estimate how many of a rater's right answers are guesses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Labels:
         return Labels(self.item[chosen], self.rater[chosen], self.label[chosen], self.items, self.raters, self.classes)
 
     def without(self, raters: Sequence[int]) -> Labels:
-        """Return the labels of all raters but some."""
+        """Return the labels of all raters except `raters`."""
         return self.only(~np.isin(self.rater, raters))
 
     @cached_property
@@ -103,10 +103,10 @@ def majority(labels: Labels, seed: int = 0) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Consensus:
-    """What a model of raters says about items and raters.
+    """Estimates of a rater model about items and raters.
 
-    `soft` are the probabilities of the true class of each item, (items, classes); `confusion` the probabilities of the
-    labels of each rater given the true class, (raters, classes, labels); `shares` those of the classes.
+    `soft` holds the probabilities of the true class of each item, (items, classes); `confusion` the probabilities of
+    each rater's labels given the true class, (raters, classes, labels); `shares` the frequencies of the classes.
     """
 
     soft: np.ndarray
@@ -120,9 +120,9 @@ class RaterModel(StrEnum):
     """How a rater's labels depend on the true class."""
 
     CONFUSION = "a confusion matrix for each rater (Dawid and Skene)"
-    """Any dependence (Dawid and Skene, 1979): raters may confuse some classes more often than others."""
+    """Labels depend on the class in any way (Dawid and Skene, 1979): some classes may be confused more than others."""
     GUESSES = "each rater knows the class or guesses (MACE)"
-    """A rater knows the class with a probability, and otherwise guesses with habits that do not depend on the class
+    """A rater knows the class with some probability, and otherwise guesses with probabilities that do not depend on it
     (Hovy, Berg-Kirkpatrick, Vaswani and Hovy, 2013)."""
 
 
@@ -136,13 +136,14 @@ def fit(
 ) -> Consensus:
     """Estimate true classes and the raters' confusion matrices by expectation maximisation.
 
-    A rater with few labels is taken for an average one: confusion matrices have a prior of one label for each class,
-    spread as the labels of all raters together, and the share that a rater knows has one of one label.
+    A rater with few labels is treated as an average one. A confusion matrix has a prior of one label for each class,
+    distributed like the labels of all raters; the probability that a rater knows the class has a prior of one label, at
+    the average of all raters.
 
     Args:
-        start: first probabilities of the classes, (items, classes); by default the shares of votes.
-        rounds: maximum number of rounds.
-        tolerance: mean change of a probability at which the rounds end.
+        start: initial probabilities of the classes, (items, classes); defaults to the shares of votes.
+        rounds: maximum number of iterations.
+        tolerance: mean change of the probabilities below which the iterations end.
     """
     soft, number = votes(labels) if start is None else start, 0
     estimated = _confusions if model is RaterModel.CONFUSION else _guesses
@@ -182,7 +183,7 @@ def _guesses(counts: np.ndarray) -> np.ndarray:
     """Return confusion matrices of raters who know the class or guess, (raters, classes, labels)."""
     right, answers = np.diagonal(counts, axis1=1, axis2=2), counts.sum(1)
     knows, habits = np.full((len(counts), 1), 0.5), _proportions(answers + SMOOTHING)
-    for _ in range(GUESS_ROUNDS):  # of right answers, some are guesses
+    for _ in range(GUESS_ROUNDS):  # some of the right answers are guesses
         known = right * knows / (knows + (1 - knows) * habits)
         average = known.sum() / max(answers.sum(), 1)
         knows = (known.sum(1, keepdims=True) + average + SMOOTHING) / (
@@ -209,11 +210,11 @@ def of_others(labels: Labels, consensus: Consensus, rater: int) -> np.ndarray:
 
 
 def consensus_of(labels: Labels) -> Consensus:
-    """Estimate true classes with the model that predicts raters better whom it has not seen.
+    """Estimate true classes with the rater model that predicts the labels of held-out raters better.
 
-    Each model's consensus of the others is compared with the labels of the rater whom it leaves out, for at most
-    `ASKED` raters. Confusion matrices win where raters confuse particular classes, and not where labels are few or all
-    find the same items hard.
+    At most `ASKED` raters are held out in turn: each model's consensus of the other raters is compared with the labels
+    of the held-out one. Confusion matrices win where raters confuse particular classes, but not where labels are few or
+    all raters find the same items hard.
     """
     models = RaterModel.CONFUSION, RaterModel.GUESSES
     asked = sorted(range(labels.raters), key=lambda rater: -len(labels.of_rater[rater][0]))[:ASKED]
@@ -222,7 +223,7 @@ def consensus_of(labels: Labels) -> Consensus:
         items, own = labels.of_rater[rater]
         shared = labels.counts[items].sum(1) > 1
         if shared.any():
-            others = labels.without([rater])  # from scratch: a start that has seen the rater favours more parameters
+            others = labels.without([rater])  # no `start`: one that has seen the rater favours more parameters
             told = (fit(others, model, rounds=20).soft[items[shared]].argmax(1) for model in models)
             more, fewer = (int((one == own[shared]).sum()) for one in told)
             ahead += more - fewer
@@ -234,7 +235,7 @@ def consensus_of(labels: Labels) -> Consensus:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How a rater agrees with the consensus of the others.
+    """How well a rater agrees with the consensus of the other raters.
 
     `kappa` is the chance-corrected agreement, with its 95% interval from `low` to `high`, all NaN if undefined; `note`
     is empty, or says what is wrong with the rater.
@@ -271,10 +272,11 @@ def judge(labels: Labels, consensus: Consensus, rater: int) -> Judgement:
 
 @dataclass(frozen=True)
 class Likeness:
-    """Two raters whose answers agree more than the others' labels explain.
+    """Agreement of two raters beyond what the other raters' labels explain.
 
-    `copied` is the share of answers that would have to be copied to agree as often, from 0 to 1; `deviations` the
-    number of standard deviations by which the raters agree more often than by chance among items that look the same.
+    `copied` is the share of answers that would have to be copied for the raters to agree as often, at most 1;
+    `deviations` is the number of standard deviations by which the raters agree more often than by chance among items
+    with a similar consensus.
     """
 
     first: int
@@ -286,12 +288,12 @@ class Likeness:
 def likeness(labels: Labels, first: int, second: int, *, by_others: bool = True) -> Likeness:
     """Measure how much more two raters agree than the labels of the others explain.
 
-    The items on which the others are sure are sorted by their consensus: the two most probable classes, and how sure
-    the first one is. Among the items of one such cell independent raters agree as if one's labels were shuffled. Where
-    the others are not sure, two raters who know the truth agree as well.
+    The items are grouped into cells by the consensus of the others: its two most probable classes, and the probability
+    of the first. Within a cell, independent raters agree as if one rater's labels were shuffled. Items on which the
+    others are not sure are left out, because two raters who know the truth agree on them without copying.
 
     Args:
-        by_others: whether what the others explain is left out; otherwise only chance is.
+        by_others: whether to discount agreement that the others' labels explain; otherwise only chance is discounted.
     """
     (items, labels_first), (others, labels_second) = labels.of_rater[first], labels.of_rater[second]
     both, at, place = np.intersect1d(items, others, assume_unique=True, return_indices=True)
@@ -326,7 +328,7 @@ def _excess(cell: np.ndarray, answers: np.ndarray, classes: int) -> tuple[float,
     spread = (crossed - (products * (first + second)).sum(1) / sizes + shuffled**2) / (sizes - 1)
     deviation = math.sqrt(max(float(spread.sum()), 0.0))
     room = float((sizes - expected).sum())
-    if deviation < 1e-9 or room < 1e-9:  # at least one of them always gives the same label
+    if deviation < 1e-9 or room < 1e-9:  # at least one rater always gives the same label
         return 0.0, 0.0
     return float((agreed - expected).sum()) / room, float((agreed - shuffled).sum()) / deviation
 
@@ -334,8 +336,8 @@ def _excess(cell: np.ndarray, answers: np.ndarray, classes: int) -> tuple[float,
 def copies(labels: Labels) -> list[list[int]]:
     """Find groups of raters who copy each other.
 
-    The pair that copies most is merged into one rater, and what the others explain is computed anew, until no pair is
-    above `COPIED` and significant. A pair is only judged if two others agree with each other.
+    The pair with the largest share of copied answers is merged into one rater, and all pairs are measured again, until
+    no pair reaches `COPIED` significantly. A pair is only judged if two other raters agree with each other.
     """
     groups = {rater: [rater] for rater, (items, _) in enumerate(labels.of_rater) if len(items) >= FEWEST}
     least = NormalDist().inv_cdf(1 - ERROR / max(len(groups) * (len(groups) - 1) // 2, 1))
@@ -348,10 +350,10 @@ def copies(labels: Labels) -> list[list[int]]:
 
 
 def _alike(labels: Labels, raters: Sequence[int], least: float) -> list[Likeness]:
-    """Return the pairs of raters who agree too often, with at least `least` deviations."""
+    """Return the pairs of raters whose agreement reaches `COPIED` and has at least `least` deviations."""
     pairs = [likeness(labels, *pair, by_others=False) for pair in combinations(raters, 2)]
     agreeing = [{pair.first, pair.second} for pair in pairs if pair.copied >= AGREEING]
-    often = [pair for pair in pairs if pair.copied >= COPIED]  # what the others explain can only lower it
+    often = [pair for pair in pairs if pair.copied >= COPIED]  # the others' labels can only lower `copied`
     judged = [
         likeness(labels, pair.first, pair.second)
         for pair in often
@@ -362,9 +364,10 @@ def _alike(labels: Labels, raters: Sequence[int], least: float) -> list[Likeness
 
 @dataclass(frozen=True, eq=False)
 class Review:
-    """All raters judged, and the consensus of those that count.
+    """Judgements of all raters, and the consensus of the raters that count.
 
-    `groups` are raters who copy each other, of whom one counts, or none; `judgements` has an entry for each rater.
+    `groups` holds groups of raters who copy each other; one rater of a group counts, or none. `judgements` has an entry
+    for each rater.
     """
 
     groups: list[list[int]]
@@ -375,10 +378,10 @@ class Review:
 def review(labels: Labels, *, merge: bool = True) -> Review:
     """Find copies, judge all raters, and estimate the true classes.
 
-    Raters who disagree with all others are named but not left out: the consensus weighs them by their confusion matrix.
+    Raters who disagree with all others are reported but not left out: their confusion matrices weight them.
 
     Args:
-        merge: whether a group of raters who copy each other counts as its first member; otherwise it is left out.
+        merge: whether the first member of a group of raters who copy each other counts; otherwise none does.
     """
     groups = copies(labels)
     out = {rater for group in groups for rater in (group[1:] if merge else group)}
@@ -387,7 +390,7 @@ def review(labels: Labels, *, merge: bool = True) -> Review:
     judgements = []
     for rater in range(labels.raters):
         alike = next((group for group in groups if rater in group), [rater])
-        if rater in out:  # in the place of the whole group
+        if rater in out:  # judged in place of the whole group
             sole = labels.without(sorted(out.union(alike) - {rater}))
             judged = judge(sole, fit(sole, consensus.model), rater)
         else:

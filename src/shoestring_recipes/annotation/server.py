@@ -1,5 +1,4 @@
-"""Serves the page for labelling, to browsers on this machine only. A rater is known by a token, which the store
-hashes."""
+"""Serves the labelling page to browsers on this machine only. A token identifies a rater; the store holds its hash."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ POLICY = (
 LARGEST = 4096
 """Maximum size of a request's body in bytes."""
 LONGEST_LOOK = 86400.0
-"""Number of seconds above which the time for a label is not believed."""
+"""Maximum plausible time for a label, in seconds; a longer time is stored as 0."""
 LONGEST_TEXT = 100_000
-"""Number of characters of a text that the page shows."""
+"""Maximum number of characters of a text that the page shows."""
 FILES = {"/": ("text/html", HTML), "/page.css": ("text/css", CSS), "/page.js": ("text/javascript", JS)}
 
 
@@ -29,7 +28,7 @@ class LabelServer(ThreadingHTTPServer):
     """A server for the tasks of one project, on the loopback address.
 
     Args:
-        port: its port; 0 for a free one.
+        port: port to listen on; 0 takes a free one.
 
     Raises:
         ConfigError: the port cannot be used.
@@ -63,7 +62,7 @@ class LabelRequests(BaseHTTPRequestHandler):
             self._answer({"/next": self._next})
 
     def do_POST(self) -> None:
-        """Store a label, or remove the last one."""
+        """Store a label, or remove the rater's last label."""
         self._answer(
             {
                 "/label": self._label,
@@ -72,14 +71,14 @@ class LabelRequests(BaseHTTPRequestHandler):
         )
 
     def _answer(self, actions: dict[str, Any]) -> None:
-        """Call the action of the path for the rater of the token."""
+        """Run the action that belongs to the path of the request, for the rater whom the token identifies."""
         try:
             body = self._body()
             scheme, _, token = self.headers.get("Authorization", "").partition(" ")
             if self.path not in actions:
                 self._refuse(404, "there is no such page")
             elif self.headers.get("Host", "") != self.server.address.split("/")[2]:
-                self._refuse(403, "open the page by the address that was printed")  # another name leads here
+                self._refuse(403, "open the page by the address that was printed")  # DNS rebinding
             elif scheme != "Bearer" or (rater := self.server.store.rater_of_token(token)) is None:
                 self._refuse(401, "this link is not valid: ask for a new one")
             else:
@@ -136,4 +135,4 @@ class LabelRequests(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print no line for each request."""
+        """Suppress the line that the base class prints for each request."""

@@ -75,15 +75,15 @@ QUERIES: Mapping[str, Callable[..., sql.Select[Any]]] = {
 
 - `item_of_url`: the item with an address.
 - `newest_of_host`: the items of a host that were fetched last.
-- `items_of_source`: the next items of a source after an item's number.
+- `items_of_source`: the items of a source whose numbers are above `after`.
 - `same_text`: items with the same text, by its digest.
-- `next_task`: the task of a project with the fewest labels that a rater has neither answered nor skipped.
+- `next_task`: of a project's unfinished tasks that a rater has not answered or skipped, the one with the fewest labels.
 - `newest_labels`: the last labels of a rater.
 """
 
 
 def plan(connection: Connection, query: sql.Select[Any]) -> list[str]:
-    """Return the lines in which the database explains how it runs a query."""
+    """Return the lines of the database's plan for a query."""
     text = query.compile(connection, compile_kwargs={"literal_binds": True})
     explain = "EXPLAIN QUERY PLAN" if connection.dialect.name == "sqlite" else "EXPLAIN"
     return [str(row[-1]) for row in connection.exec_driver_sql(f"{explain} {str(text).replace('%', '%%')}")]
@@ -98,13 +98,13 @@ def scans(lines: Iterable[str]) -> list[str]:
 
 
 def open_store(url: str) -> AnnotationStore:
-    """Open a store, and bring its tables to the newest form; an SQLite file is created if it is missing.
+    """Open a store, and migrate its tables to the newest version; creates an SQLite file if it is missing.
 
     Args:
         url: `sqlite:///PATH`, or the address of a PostgreSQL database.
 
     Raises:
-        ConfigError: the address is no database's, or the database cannot be used.
+        ConfigError: the address is not that of a database, or the database cannot be used.
     """
     try:
         engine = sql.create_engine(url, **engine_options(url))
@@ -117,7 +117,7 @@ def open_store(url: str) -> AnnotationStore:
         writes = lambda connection: connection.get_execution_options().get("writes")  # noqa: E731
         listen(engine, "begin", lambda one: one.exec_driver_sql("BEGIN IMMEDIATE" if writes(one) else "BEGIN"))
     with usable(engine):
-        with engine.connect():  # a file that is no database is found here
+        with engine.connect():  # fails if the file is not a database
             pass
         write_ahead(engine)
         with engine.connect().execution_options(writes=True) as connection, connection.begin():
@@ -130,23 +130,23 @@ def open_store(url: str) -> AnnotationStore:
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # transactions begin as `open_store` says
-    connection.execute("PRAGMA synchronous=NORMAL")  # a power cut loses the last pages, which are then fetched again
+    connection.isolation_level = None  # the listener in `open_store` begins transactions
+    connection.execute("PRAGMA synchronous=NORMAL")  # a power cut may lose the last pages, which a crawl repeats
     connection.execute("PRAGMA foreign_keys=ON")
 
 
 def text_digest(text: str) -> str:
-    """Hash a text without regard to spaces and letter case, by which the same text is recognised."""
+    """Hash a text so that texts that differ only in white space and letter case have the same digest."""
     return hashlib.blake2b(" ".join(text.split()).casefold().encode(), digest_size=16).hexdigest()
 
 
 def now() -> datetime:
-    """Return the time in UTC, without a time zone, as the store has it."""
+    """Return the time in UTC, without a time zone, as the store holds times."""
     return datetime.now(UTC).replace(tzinfo=None)
 
 
 class AnnotationStore:
-    """A store; each method that writes is one transaction."""
+    """An open store; each method that writes is one transaction."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -207,7 +207,7 @@ class AnnotationStore:
     # -- the crawl -----------------------------------------------------------------------------------------------------
 
     def add_addresses(self, site: str, urls: Iterable[str], depth: int = 0) -> int:
-        """Note addresses that are to be crawled, and return how many are new."""
+        """Record addresses to crawl, and return how many are new."""
         with self.writing() as connection:
             return self._note_addresses(connection, site, urls, depth)
 
@@ -222,7 +222,7 @@ class AnnotationStore:
         return [tuple(row) for row in self.rows(query.order_by(Address.id).limit(limit))]
 
     def settle(self, url: str, state: str, reason: str = "") -> None:
-        """Note what became of an address that holds no page for the store."""
+        """Record the state of an address that yields no page for the store, and the reason."""
         with self.writing() as connection:
             self._settle(connection, url, state, reason)
 
@@ -230,8 +230,8 @@ class AnnotationStore:
         connection.execute(sql.update(Address).where(Address.url == url).values(state=state, reason=reason[:500]))
 
     def store_page(self, site: str, url: str, title: str, text: str, links: Iterable[str], depth: int) -> None:
-        """Store a crawled page together with the addresses that it links to, or neither of them; a page without text
-        is skipped, but not its links."""
+        """Store a crawled page and the addresses that it links to, in one transaction; of a page without text, only the
+        links are stored."""
         with self.writing() as connection:
             self._note_addresses(connection, site, links, depth + 1)
             if text:
@@ -241,7 +241,7 @@ class AnnotationStore:
                 self._settle(connection, url, SKIPPED, "no text")
 
     def retry_failed(self, site: str, state: str) -> int:
-        """Let the addresses of a site that are in a state wait again, and return how many there are."""
+        """Change the addresses of a site in one state to waiting, and return their number."""
         change = sql.update(Address).where(Address.site == site, Address.state == state)
         with self.writing() as connection:
             return connection.execute(change.values(state=WAITING, reason="")).rowcount
@@ -298,7 +298,7 @@ class AnnotationStore:
         """Return a project.
 
         Raises:
-            ConfigError: there is none with this name.
+            ConfigError: there is no project with this name.
         """
         names = {row.name: row for row in self.rows(sql.select(LabelProject.__table__))}
         if name not in names:
@@ -306,7 +306,7 @@ class AnnotationStore:
         return names[name]
 
     def add_tasks(self, project: str, *, source: str = "", limit: int = 2**31) -> int:
-        """Make tasks of items, one for each text, and return how many are new.
+        """Create one task for each different text among the items, and return how many are new.
 
         Args:
             source: only items of this source; empty for all.
@@ -360,14 +360,14 @@ class AnnotationStore:
     def add_label(
         self, project: Any, task: int, rater: int, choice: int | None, seconds: float = 0.0, *, replace: bool = True
     ) -> None:
-        """Store the answer of a rater to a task, in the place of an earlier one.
+        """Store the answer of a rater to a task, in place of an earlier answer.
 
         Args:
             choice: number of the choice; None skips the task.
             replace: whether a different earlier answer is replaced; otherwise it is an error.
 
         Raises:
-            DataError: the project has no such task or choice, or there is no such rater, or there is another answer.
+            DataError: the project has no such task or choice, there is no such rater, or another answer is stored.
         """
         if choice is not None and not 0 <= choice < len(project.choices):
             raise DataError(f"the project `{project.name}` has no choice {choice}")

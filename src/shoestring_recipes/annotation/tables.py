@@ -13,7 +13,8 @@ except ImportError as error:
     raise ConfigError("the store needs SQLAlchemy and alembic", hint='pip install "shoestring[annotation]"') from error
 
 WAITING, STORED, FAILED, REFUSED, SKIPPED = "waiting", "stored", "failed", "refused", "skipped"
-"""States of an address: not requested yet, a page of the store, not to be had, not allowed, and no HTML."""
+"""States of an address: not requested yet; page stored; request failed; not allowed (by robots.txt, or because it leads
+to another host); and no page to store (a redirect, not HTML, or without text)."""
 
 
 class StoredTables(DeclarativeBase):
@@ -48,7 +49,7 @@ class ItemText(StoredTables):
 
 
 class Address(StoredTables):
-    """An address that a crawl has found, and what became of it."""
+    """An address that a crawl has found, and its state."""
 
     __tablename__ = "addresses"
     __table_args__ = (Index("addresses_site_state", "site", "state", "id"),)
@@ -95,7 +96,7 @@ class LabelTask(StoredTables):
 
 
 class Rater(StoredTables):
-    """Somebody who labels; the store knows only a hash of the token."""
+    """Somebody who labels; the store holds only a hash of the rater's token."""
 
     __tablename__ = "raters"
     id: Mapped[int] = mapped_column(Integer, primary_key=True)

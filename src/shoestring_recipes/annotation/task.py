@@ -20,7 +20,7 @@ from shoestring_recipes.annotation.planted import NAMES, planted
 from shoestring_recipes.annotation.raters import Labels, Review, majority, review, votes
 
 PREFIX = "fashion-mnist/"
-"""What the address of an image in a table of labels begins with; then comes its number among the training images."""
+"""Prefix of an image's address in a table of labels; the image's number among the training images follows."""
 KINDS = ("soft", "votes", "majority")
 BINS = 15
 """Number of bins of the calibration error."""
@@ -48,7 +48,7 @@ class RatedImages(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def targets(labels: Labels, kind: str, seed: int = 0) -> tuple[np.ndarray, Review | None]:
-    """Return the probabilities of the classes of each item, and the review of the raters that they come from, if any.
+    """Return the class probabilities of each item, (items, classes), and for `soft` the review of the raters.
 
     Args:
         kind: `soft` for the raters' consensus, `votes` for the shares of votes, or `majority` for one class.
@@ -74,11 +74,11 @@ def data(
     """Return the first training images with raters' labels, and the first test images with true ones.
 
     Args:
-        labels: what is made of the raters' labels; see `targets`.
-        raters: number of planted raters. per_image: number of raters who label an image.
-        noise: mean share of wrong labels of the planted raters.
+        labels: how targets are computed from the raters' labels: the `kind` of `targets`.
+        raters: number of simulated raters. per_image: number of raters who label each image.
+        noise: mean share of wrong labels of the simulated raters.
         images: number of training images. held_out: number of test images.
-        table: CSV file with the columns url, rater and label, in the place of planted raters.
+        table: CSV file with the columns url, rater and label, which replaces the simulated raters.
     """
     if labels not in KINDS:
         raise ConfigError(f"data.arguments.labels is `{labels}`", hint=nearest(labels, KINDS))
@@ -101,7 +101,7 @@ def read_table(path: Path, images: int) -> tuple[Labels, list[int], list[str]]:
     """Read raters' labels of training images from CSV; also return the images' numbers and the raters' names.
 
     Raises:
-        DataError: the file is no such table, or names an unknown image or class.
+        DataError: the file is not such a table, or names an unknown image or class.
     """
     rows = []
     for line, row in read_csv(path, ("url", "rater", "label")):
@@ -112,7 +112,7 @@ def read_table(path: Path, images: int) -> tuple[Labels, list[int], list[str]]:
             )
         if row["label"] not in (*NAMES, ""):
             raise DataError(f"`{path}`, line {line}: no class `{row['label']}`", hint=nearest(row["label"], NAMES))
-        if row["label"]:  # an empty one was skipped
+        if row["label"]:  # an empty label is a skipped image
             rows.append((row["url"], row["rater"], row["label"]))
     if not rows:
         raise DataError(f"`{path}` has no labels")
@@ -121,7 +121,7 @@ def read_table(path: Path, images: int) -> tuple[Labels, list[int], list[str]]:
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the cross-entropy with the probabilities of the classes, summed over images, and the number of images."""
+    """Return the cross-entropy with the target probabilities, summed over images, and the number of images."""
     return F.cross_entropy(output.float(), batch["targets"], reduction="sum"), len(output)
 
 

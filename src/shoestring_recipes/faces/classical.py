@@ -98,7 +98,7 @@ def described(pictures: Pictures) -> dict[str, Values]:
 def contest(
     taught: Mapping[str, Values], masked: Values, judged: Mapping[str, Values], seed: int = 0
 ) -> dict[str, Values]:
-    """Predict by every pair of features and classifier whether the test faces are masked; returns bool arrays (N,), by
+    """Predict with every pair of features and classifier whether the test faces are masked; returns bool arrays (N,) by
     the pair's name.
 
     Args:
@@ -116,7 +116,7 @@ def contest(
 
 
 def similarities(taught: Pictures, people: Values, queries: Pictures, gallery: Pictures) -> dict[str, Values]:
-    """Return the similarity of each query and each face of the gallery by several features: cosines, with shape (N, M).
+    """Return the cosine similarities (N, M) of the queries and the faces of the gallery, for several kinds of features.
 
     Some features use only the upper half of the face, which masks leave free. Fisherfaces (Belhumeur et al., 1997) are
     trained on the faces `taught` to distinguish the people given by `people`.

@@ -1,4 +1,4 @@
-"""Aligns faces by their eyes, as grey images with landmarks at known places; and provides a hundred free faces."""
+"""Aligns grey images of faces by the eyes, so that landmarks have known places; provides faces of a hundred people."""
 
 from __future__ import annotations
 

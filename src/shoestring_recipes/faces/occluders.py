@@ -162,7 +162,7 @@ def cover(face: Values, kind: str, draws: Draws, any_fill: bool = False) -> Cove
 
 
 def _sheet(draws: Draws) -> tuple[Values, Values]:
-    """Return the places u and v on the sheet of all pixels of an aligned face, each with shape (SIZE, SIZE)."""
+    """Return the sheet coordinates u and v of all pixels of an aligned face, each with shape (SIZE, SIZE)."""
     yaw, pitch = draws.normal(0, 0.25, 2)
     moved = _PLACES + _DEPTHS[:, None] * (yaw, 0.4 * pitch) + draws.normal(0, 0.012, _PLACES.shape)
     homography = ProjectiveTransform.from_estimate(moved * SIZE - 0.5, _SHEET)  # pyrefly: ignore[missing-attribute]

@@ -1,4 +1,4 @@
-"""A network that predicts whether a face is masked, which cells are covered, and who it is: model, loss and
+"""A network that predicts whether a face is masked, which cells are covered, and who the person is: model, loss and
 evaluation."""
 
 from __future__ import annotations

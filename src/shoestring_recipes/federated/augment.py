@@ -1,4 +1,4 @@
-"""Random changes of digits: small affine maps, which keep the style of the strokes, and other strokes."""
+"""Random augmentation of digits: small affine maps, which preserve the style of the strokes, and changes of style."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def moved(images: Tensor) -> Tensor:
 
 
 def restroked(images: Tensor, always: bool = False) -> Tensor:
-    """Make strokes thicker, thinner or softer, each with a random strength; a quarter of the images stays as it is,
-    unless `always` is set."""
+    """Make the strokes of each image thicker, thinner or softer, with a random strength; a quarter of the images stays
+    unchanged, unless `always` is set."""
     thicker, softer = F.max_pool2d(images, 3, 1, 1), F.avg_pool2d(images, 3, 1, 1)
     thinner = -F.max_pool2d(-images, 3, 1, 1)
     strength = _draws(images).view(-1, 1, 1, 1)

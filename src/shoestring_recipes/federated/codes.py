@@ -1,4 +1,4 @@
-"""Encoders whose codes hold little more than what the losses need of them, and a decoder."""
+"""Encoders of digits, with and without an information bottleneck, and a decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def convolutions(width: int, size: int) -> nn.Sequential:
-    """Three convolutions with group norms, and a linear layer over four places; encodes images (N, 1, S, S)."""
+    """Build three convolutions with group norms, and a linear layer over 2 × 2 places; encodes images (N, 1, S, S)."""
     layers: list[nn.Module] = []
     for before, after, shrink in ((1, width, True), (width, 2 * width, True), (2 * width, 2 * width, False)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU()]
@@ -17,7 +17,7 @@ def convolutions(width: int, size: int) -> nn.Sequential:
 
 
 class DigitEncoder(nn.Module):
-    """Encodes images (N, 1, S, S) as they are.
+    """Encodes images (N, 1, S, S) without noise.
 
     Args:
         width: channels of the first convolution, a multiple of 4.
@@ -29,19 +29,19 @@ class DigitEncoder(nn.Module):
         self.layers = convolutions(width, size)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the codes (N, D), their means (N, D), which are the same, and what they hold in nats (N,): unknown,
-        so 0."""
+        """Returns the codes (N, D), their means (N, D), which equal the codes, and zeros (N,), as their information is
+        unknown."""
         codes = F.relu(self.layers(x))
         return codes, codes, codes.new_zeros(len(codes))
 
 
 class NoisyDigitEncoder(DigitEncoder):
-    """Encodes images as draws from Gaussians, so that what a code holds is known and can be a loss (variational
-    information bottleneck, Alemi et al., 2017).
+    """Encodes images as samples from Gaussians, so that the information in a code is bounded and can be penalised
+    (variational information bottleneck, Alemi et al., 2017).
 
     Args:
-        spread: logarithm of the variance before anything is learnt. A code that is drowned in noise from the beginning
-            is never used.
+        spread: initial logarithm of the variance. If it is large, training never uses the code, because noise hides it
+            from the start.
     """
 
     def __init__(self, width: int, size: int, spread: float = 0.0) -> None:
@@ -49,8 +49,8 @@ class NoisyDigitEncoder(DigitEncoder):
         self.spread = spread
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the codes (N, D), their means (N, D), and what they hold at most in nats (N,): the divergence from a
-        standard normal distribution. Evaluations draw the same noise each time."""
+        """Returns the codes (N, D), their means (N, D), and bounds of their information in nats (N,): the divergence
+        from a standard normal distribution. Evaluations draw the same noise each time."""
         mean, spread = self.layers(x).float().chunk(2, 1)
         spread = (spread + self.spread).clamp(-6, 3)
         held = (mean.square() + spread.exp() - 1 - spread).sum(1) / 2
@@ -60,7 +60,7 @@ class NoisyDigitEncoder(DigitEncoder):
 
 
 def upsampling(size: int, width: int = 32) -> nn.Sequential:
-    """A linear layer and two convolutions; draws images (N, 1, 16, 16) from codes (N, size)."""
+    """Build a linear layer and two convolutions, which draw images (N, 1, 16, 16) from codes (N, size)."""
     first = nn.Linear(size, 16 * width), nn.Unflatten(1, (width, 4, 4)), nn.ReLU(), nn.Upsample(scale_factor=2)
     second = nn.Conv2d(width, width // 2, 3, padding=1), nn.ReLU(), nn.Upsample(scale_factor=2)
     return nn.Sequential(*first, *second, nn.Conv2d(width // 2, 1, 3, padding=1), nn.Sigmoid())

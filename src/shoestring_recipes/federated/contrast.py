@@ -1,4 +1,4 @@
-"""Losses that separate what a digit is from the style in which it is written; those of codes are means per sample."""
+"""Losses that separate the class of a digit from its style; contrastive losses are per sample (N,), the others 0-d."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TEMPERATURE = 0.2
-"""Divisor of cosine similarities; smaller values weigh the nearest samples more."""
+"""Divisor of cosine similarities; a smaller value gives the nearest samples more weight."""
 
 
 def by_class(codes: Tensor, labels: Tensor) -> Tensor:
-    """Supervised contrastive loss (Khosla et al., 2020) of each code: codes of one class attract each other. 0 for a
-    code without another one of its class.
+    """Supervised contrastive loss (Khosla et al., 2020) of each code: codes of one class attract each other. The
+    loss is 0 for a code that is alone in its class.
 
     Args:
         codes: (N, D). labels: (N,).
@@ -26,8 +26,8 @@ def by_class(codes: Tensor, labels: Tensor) -> Tensor:
 
 
 def by_style(own: Tensor, other: Tensor) -> Tensor:
-    """Contrastive loss of each style code of a client's images: another image of the client is nearer than images with
-    changed strokes.
+    """Contrastive loss of each style code of a client's images, which attracts the code of another image of the client
+    and repels codes of images with changed strokes.
 
     Args:
         own, other: codes of the client's images, and of images with changed strokes, (N, D).
@@ -45,10 +45,10 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def class_means(codes: Tensor, labels: Tensor) -> Tensor:
-    """Variance of the mean codes of the classes, in variances of all codes, the mean over the columns; 0-d.
+    """Variance of the classes' mean codes, as a fraction of the variance of all codes, averaged over columns; 0-d.
 
-    It is estimated from products of two different samples of a class, so few samples do not make it larger, and it may
-    be below 0. Classes with one sample are left out.
+    The estimate uses products of two different samples of a class, so few samples do not bias it upwards, and it may be
+    negative. Classes with one sample are left out.
 
     Args:
         codes: (N, D). labels: (N,).

@@ -1,4 +1,4 @@
-"""Digits of three domains, from packages: scans, UCI's digits and rendered fonts, all in one size."""
+"""Digits of three domains, loaded from installed packages: scans, UCI's digits and rendered fonts, all of one size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIDE, BOX = 16, 14
 DARK = 0.25
 """Brightness, relative to the brightest pixel, up to which a pixel is background."""
 SCANS = Path("/usr/share/doc/opencv-doc/examples/data/digits.png")
-"""5,000 handwritten digits of MNIST, of Debian's package opencv-doc."""
+"""5,000 handwritten digits of MNIST, from Debian's package opencv-doc."""
 FONTS = (
     "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique", "DejaVuSansMono",
     "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique", "DejaVuSerif",
@@ -42,8 +42,9 @@ class Domain(NamedTuple):
     labels: Tensor
     """The digits, int64 (N,)."""
     groups: Tensor
-    """Number of what samples have in common that a client or a split must not share: a font, or a hundred consecutive
-    samples of UCI's digits, which are of a few writers. Scans have no known writers, so each is its own group."""
+    """Number of each sample's group, which is never divided among clients or between training and held-out samples: a
+    font, or a hundred consecutive samples of UCI's digits, which are by a few writers. The writers of scans are
+    unknown, so each scan is a group of its own."""
 
 
 def normalised(pixels: np.ndarray) -> np.ndarray:
@@ -119,5 +120,5 @@ DOMAINS: dict[str, Callable[[], Domain]] = {"scans": scans, "uci": uci, "fonts":
 
 @cache
 def domain(name: str) -> Domain:
-    """The digits of one of `DOMAINS`, read once."""
+    """The digits of a domain named in `DOMAINS`; loaded only once."""
     return DOMAINS[name]()

@@ -1,4 +1,4 @@
-"""Linear probes, which measure what codes tell of classes and domains, and sheets of images."""
+"""Linear probes, which measure how well codes predict classes and domains, and sheets of images."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def probe(codes: Tensor, targets: Tensor) -> float:
-    """Balanced accuracy of a logistic regression from codes (N, D) to `targets` (N,): it learns from the samples with
-    even numbers and is judged by the others. NaN if either half lacks a target or has only one."""
+    """Balanced accuracy of a logistic regression from codes (N, D) to `targets` (N,), fitted on the samples with even
+    numbers and evaluated on the others. NaN if the halves differ in their targets, or have only one target."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import balanced_accuracy_score
 

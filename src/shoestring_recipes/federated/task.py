@@ -1,4 +1,5 @@
-"""Digits of a domain that no client has: data of clients, a network that separates class and style, loss, evaluation.
+"""Recognition of digits in a domain that no client has: the clients' data, a network that separates class and style,
+loss and evaluation.
 
 The encoder, the classifier and the decoder are shared. The style encoder, whose parameters are called `style.*`, stays
 with each client (`comm.fedavg.private`).
@@ -24,7 +25,7 @@ from shoestring_recipes.federated.digits import DOMAINS, domain
 from shoestring_recipes.federated.probes import probe, sheet
 
 HELD = 5
-"""Every fifth group of a taught domain is held out."""
+"""Every fifth group of a domain that clients have is held out."""
 SHOWN = 10
 """Number of images in a row of the report's pictures."""
 
@@ -44,8 +45,8 @@ class Digits(Images):
 
 
 def data(left_out: str = "uci", clients: int = 2, most: int = 0, seed: int = 0) -> tuple[dict[str, Digits], Digits]:
-    """Return the data sets of clients, and the held-out samples: all of the domain that no client has, and a fifth of
-    the others.
+    """Return the data sets of clients, and the held-out samples: the domain that no client has, and about a fifth of
+    each other domain.
 
     Args:
         left_out: domain that no client has, one of `DOMAINS`; empty to give all domains to clients.
@@ -74,15 +75,15 @@ def data(left_out: str = "uci", clients: int = 2, most: int = 0, seed: int = 0) 
 
 
 class Separated(nn.Module):
-    """Names digits, and separates what a digit is from its style.
+    """Classifies digits, and encodes the class and the style of a digit separately.
 
     Args:
         width: channels of the first convolution, a multiple of 8.
         features, styles: lengths of the two codes.
-        disentangle: whether there are a style encoder and a decoder; without them only the encoder is trained.
+        disentangle: whether to use a style encoder, a decoder and noisy codes; otherwise, the model only classifies.
         augment: whether the encoder is trained on two augmented views of each image in place of the image.
         contrast, style, remake, decorrelate, independent: weights of the further losses, relative to the cross-entropy.
-        bottleneck, style_bottleneck: weights of what the two codes hold, in nats.
+        bottleneck, style_bottleneck: weights of the information in the two codes, per nat.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the cross-entropy, the mean of all views, plus the further losses, summed over samples, and the number of
-    samples."""
+    """Return the loss, summed over samples, and the number of samples. The loss is the cross-entropy, averaged over the
+    views, plus the further losses."""
     logits, labels = output["logits"].float(), batch["targets"]
     views = logits[None] if logits.ndim == 2 else logits
     targets = labels.repeat(len(views))
@@ -158,7 +159,7 @@ def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, i
 
 
 def evaluate(model: Separated, held_out: HeldOut) -> dict[str, Any]:
-    """Return the accuracy on each domain, what linear probes read from both codes, and digits of other domains that are
+    """Return the accuracy on each domain, the accuracies of linear probes of both codes, and digits of other domains,
     drawn in the style of each of this rank's clients."""
     samples = held_out.dataset
     assert isinstance(samples, Digits)

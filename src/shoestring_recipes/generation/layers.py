@@ -48,7 +48,7 @@ class Modulated(nn.Module):
             self.hidden = nn.Conv2d(guide, HIDDEN, 3, padding=1)
             self.places = nn.Conv2d(HIDDEN, 2 * width, 3, padding=1)
             self.style = nn.Linear(CODE, 2 * width)
-            for layer in (self.places, self.style):  # the scale starts at 0: at first only the guide draws
+            for layer in (self.places, self.style):  # the scale starts at 0: at first the features do not count
                 for parameter in layer.parameters():
                     nn.init.zeros_(parameter[:width].detach())
 

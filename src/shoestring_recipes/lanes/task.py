@@ -1,4 +1,4 @@
-"""A small network that learns to mark lanes from the Hough transform's detections: data, model, loss and evaluation.
+"""A small network that marks lanes, trained on the Hough transform's detections: data, model, loss and evaluation.
 
 The training images are images on which the Hough transform detects lanes with high quality. The images are degraded
 further, and the network has to mark the same lanes. The network never sees the true geometry, which only the evaluation

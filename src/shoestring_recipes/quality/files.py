@@ -17,7 +17,7 @@ GRID = 4
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Read crops of an image on an even grid, uint8 (GRID², H, W), which take the place of a ladder's levels."""
+    """Read crops of an image on an even grid, uint8 (GRID², H, W), in place of the distortion levels of one crop."""
     return {"inputs": grid(read_picture(path, 1)[0], GRID**2)}
 
 

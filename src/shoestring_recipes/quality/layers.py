@@ -14,8 +14,8 @@ class LocalContrast(nn.Module):
     """Splits grey pictures, uint8 (N, H, W), into grey value, normalised contrast and local deviation: (N, 3, H, W).
 
     With local mean and deviation, (x − mean) / (deviation + 1) has nearly the same distribution in all natural images,
-    and distortions change this distribution (Mittal et al., 2012). These changes generalise to kinds of distortion
-    outside the training data, while grey values alone do not.
+    and distortions change this distribution (Mittal et al., 2012). A network that sees these changes generalises
+    to kinds of distortion outside the training data; a network that sees only grey values does not.
     """
 
     window: Tensor
@@ -31,7 +31,7 @@ class LocalContrast(nn.Module):
         return F.conv2d(padded, self.window.expand(count, 1, -1, -1), groups=count)[0]  # 20 times as fast as (N, 1, …)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        with torch.autocast(pictures.device.type, enabled=False):  # variance is a difference of large numbers
+        with torch.autocast(pictures.device.type, enabled=False):  # the variance is a difference of large numbers
             x = pictures.to(self.window.dtype)
             mean = self._smooth(x)
             deviation = (self._smooth(x.square()) - mean.square()).clamp(min=0).sqrt()

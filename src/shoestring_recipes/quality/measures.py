@@ -42,8 +42,8 @@ def gmsd(reference: Tensor, distorted: Tensor) -> Tensor:
 
 
 def ordered_pairs(scores: Scores) -> Scores:
-    """Return the fraction of each ladder's pairs that are in the right order: the weaker distortion has the higher
-    score.
+    """Return for each ladder (the distortion levels of one crop) the fraction of pairs of levels in the right order:
+    the weaker distortion has the higher score.
 
     A pair with equal scores counts as half, so constant scores give 0.5.
 
@@ -86,7 +86,7 @@ def _logistic(scores: Scores, quality: Scores) -> Scores:
         return bottom + (top - bottom) * expit(slope * (x - middle))
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the covariance, which is not used
+        with warnings.catch_warnings(action="ignore"):  # warnings about the covariance, which is not used
             fitted, _ = curve_fit(curve, standard, quality, (low, high, 0.0, 1.0), maxfev=5000)
     except RuntimeError:
         return standard

@@ -27,8 +27,7 @@ class Quality(nn.Module):
     Args:
         backbone: a name in `BACKBONES`.
         added: a name in `ADDED`, for the modules that follow the last stages.
-        kinds: number of outputs: 1 for scores, or the number of kinds of distortion to train features by classifying
-            them.
+        kinds: number of outputs: 1 for scores; to train features by classification, the number of kinds of distortion.
         start: folder of a run from which the stages' weights are loaded; empty for random weights.
         frozen: whether the stages are not trained.
     """

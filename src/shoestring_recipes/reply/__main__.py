@@ -1,9 +1,9 @@
-"""Writes a page with replies to messages, from emoji or from clips of one's own.
+"""Writes a page with replies to messages, chosen from emoji or from the user's own clips.
 
 python -m shoestring_recipes.reply RUN MESSAGES [--clips FOLDER] [--out replies.html] [--count 5]
 
-MESSAGES is a text file with a message on each line. `--clips` names a folder of GIF, WebP and MP4 files, whose names
-are their tags; files that cannot be read are named and left out.
+MESSAGES is a text file with a message on each line. `--clips` is a folder of GIF, WebP and MP4 files, whose names
+serve as tags; files that cannot be read are reported and left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoestring_recipes.reply.page import Reply, save_page
 
 CREDIT = "Pictures of emoji: Twitter, Inc. and other contributors, CC BY 4.0, animated here."
 LARGEST, MESSAGES = 1 << 20, 500
-"""Maximum size of a file of messages, and of a clip that the page shows as it is, in bytes; and number of messages."""
+"""Maximum size in bytes of a file of messages, and of a clip that is not converted; and maximum number of messages."""
 
 
 class OwnClips(NamedTuple):
@@ -37,12 +37,12 @@ class OwnClips(NamedTuple):
     names: list[str]
     tags: list[str]
     frames: Tensor
-    """uint8 (clips, QUARTERS, 3, SIDE, SIDE)."""
+    """Frames that represent the clips, uint8 (clips, QUARTERS, 3, SIDE, SIDE)."""
     paths: list[Path]
-    """Their files; empty for emoji."""
+    """Files of the clips; empty for emoji."""
 
     def shown(self, number: int) -> bytes:
-        """Return a clip as a browser shows it."""
+        """Return a clip as a GIF or WebP file for a browser."""
         if not self.paths:
             return gif(animated(pictures(ARTS[0])[number]))
         if self.paths[number].stat().st_size <= LARGEST:
@@ -53,7 +53,7 @@ class OwnClips(NamedTuple):
 
 
 def of_emoji() -> OwnClips:
-    """Return the emoji."""
+    """Return the clips of all emoji."""
     every = emoji()
     return OwnClips([one.name for one in every], [one.tags for one in every], corners(pictures(ARTS[0])), [])
 
@@ -99,7 +99,7 @@ def messages_of(path: Path) -> list[str]:
 
 
 def replies(options: argparse.Namespace) -> Iterator[str]:
-    """Write the page; yield lines to print."""
+    """Choose the replies and write the page; yields lines to print."""
     if options.count < 1:
         raise ConfigError(f"--count is {options.count}", hint="ask for 1 reply or more")
     messages, errors = messages_of(options.messages), list[str]()
@@ -116,7 +116,7 @@ def replies(options: argparse.Namespace) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; see the module's docstring."""
+    """Run the command line, which the module's docstring describes; returns the exit code."""
     flags = argparse.ArgumentParser(prog="python -m shoestring_recipes.reply", description="Find replies to messages.")
     flags.add_argument("run", help="Folder of a run of this recipe.")
     flags.add_argument("messages", type=Path, help="Text file with a message on each line.")

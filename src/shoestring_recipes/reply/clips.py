@@ -1,7 +1,7 @@
-"""Clips as four small frames: of emoji, over which a window moves, and of GIF, WebP and MP4 files that nobody trusts.
+"""Represents clips by four small frames: of emoji, over which a window moves, or of untrusted GIF, WebP and MP4 files.
 
-Pillow reads GIF and WebP, ffmpeg reads MP4. Both are bounded before they decode: in the size of a file, the pixels of a
-frame, the number of frames, and the pixels of all of them; ffmpeg also in memory and time.
+Pillow reads GIF and WebP, ffmpeg reads MP4. For both, the size of a file, the pixels of a frame and the number of
+frames are limited; for Pillow also the pixels of all frames together, for ffmpeg also memory and processor time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoestring.storage import foreign
 SIDE = 24
 """Height and width of a frame in pixels."""
 QUARTERS = 4
-"""Number of frames that stand for a clip, one of each quarter of its frames."""
+"""Number of frames that represent a clip, one from each quarter of the clip."""
 STEPS = 16
 """Number of frames of an emoji's clip, in which a window goes round the four corners of the picture."""
 LARGEST = 32 << 20
@@ -37,7 +37,7 @@ WORK = 400_000_000
 MEMORY, SECONDS = 2 << 30, 20
 """Address space of ffmpeg in bytes, and its processor time in seconds."""
 DECODERS = "h264,hevc,vp9,libvpx-vp9,av1,libdav1d,mpeg4,mjpeg,aac,mp3,mp3float,opus,flac,ac3,alac"
-"""Decoders that ffmpeg may use; it looks at sound, too, before it reads the frames."""
+"""Decoders that ffmpeg may use, including audio decoders, because it probes the sound before it reads frames."""
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C"}
 
 
@@ -58,13 +58,13 @@ def quarters(frames: Tensor) -> Tensor:
 
 def animated(picture: Tensor) -> Tensor:
     """Return the clip of an emoji's picture (3, H, W): a window that moves round its corners, (STEPS, 3, SIDE, SIDE).
-    The middle of each quarter shows one corner, so each of those frames shows what no other does."""
+    The frame in the middle of each quarter shows one corner, so each of the four shows pixels that no other does."""
     return torch.stack([_window(picture, step) for step in range(STEPS)])
 
 
 def corners(pictures: Tensor) -> Tensor:
-    """Return the frames that stand for the clips of pictures (N, 3, H, W), as `quarters(animated(picture))` does for
-    one: (N, QUARTERS, 3, SIDE, SIDE)."""
+    """Return the frames that represent the clips of pictures (N, 3, H, W), which are `quarters(animated(picture))` for
+    each picture: (N, QUARTERS, 3, SIDE, SIDE)."""
     return torch.stack([_window(pictures, step) for step in quarters(torch.arange(STEPS)).tolist()], 1)
 
 
@@ -83,8 +83,8 @@ def read_clip(path: Path) -> Tensor:
     Transparency is rendered on white; a still picture is a clip of one frame.
 
     Raises:
-        DataError: the file cannot be read, is none of these, is damaged, or is larger than what is read.
-        ConfigError: it needs ffmpeg, which is not installed, or Pillow.
+        DataError: the file cannot be read, has another format, is damaged, or exceeds a limit.
+        ConfigError: reading the file needs a program or package that is not installed.
     """
     try:
         content = foreign.read_bytes(path, LARGEST)
@@ -97,14 +97,14 @@ def read_clip(path: Path) -> Tensor:
 
 
 def _by_pillow(content: bytes, name: str) -> Tensor:
-    """All frames of a GIF or WebP, (frames, 3, SIDE, SIDE)."""
+    """Decode all frames of a GIF or WebP, (frames, 3, SIDE, SIDE)."""
     try:
         from PIL import Image
     except ImportError as error:
         raise ConfigError("reading clips needs Pillow", hint='pip install "shoestring[reply]"') from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damaged metadata, and of sizes, which are checked
+            warnings.simplefilter("ignore")  # about damaged metadata, and about sizes, which `_frames` checks
             clip = Image.open(BytesIO(content), formats=("GIF", "WEBP"))
             frames = [_small(frame) for frame in _frames(clip, name)]
         if not frames:
@@ -118,7 +118,7 @@ def _by_pillow(content: bytes, name: str) -> Tensor:
 
 
 def _frames(clip: Any, name: str) -> Iterator[Any]:
-    """Yield a Pillow image at each of its frames, the sizes of which may differ."""
+    """Yield the same Pillow image once for each of its frames, moved to that frame; frames may differ in size."""
     total = 0
     for number in range(FRAMES + 1):
         try:
@@ -144,7 +144,7 @@ def _small(frame: Any) -> Tensor:
 
 
 def _by_ffmpeg(path: Path) -> Tensor:
-    """All frames of an MP4, (frames, 3, SIDE, SIDE)."""
+    """Decode all frames of an MP4, (frames, 3, SIDE, SIDE)."""
     missing = [tool for tool in ("ffmpeg", "prlimit") if shutil.which(tool, path=_ENVIRONMENT["PATH"]) is None]
     if missing:
         raise ConfigError(f"`{path.name}` needs {missing[0]}, which is not installed", hint="apt install ffmpeg")

@@ -1,4 +1,4 @@
-"""Reads messages and clips from files, for `run.read_file`, and finds replies to them, for `run.predict`."""
+"""Reads messages and clips from files, for `run.read_file`, and finds replies or texts to match, for `run.predict`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoestring_recipes.reply.matching import answered, best
 from shoestring_recipes.retrieval.files import read as read_text
 
 SHOWN = 3
-"""Number of replies to a message, and of texts that a clip answers."""
+"""Number of replies shown for a message, and of texts shown for a clip."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, Any]:
     words of its name.
 
     Raises:
-        DataError: the file is neither, is damaged, or has no words.
+        DataError: the file is neither a message nor a clip, is damaged, or has no words.
     """
     try:
         with foreign.open_file(path) as file:

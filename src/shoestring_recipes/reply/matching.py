@@ -1,4 +1,4 @@
-"""Vectors of many texts and clips, and of those that a text or a clip of one's own may match."""
+"""Vectors of many texts and clips, and of the emoji and texts that a user's message or clip may match."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoestring_recipes.retrieval.words import terms
 CHUNK = 256
 """Number of clips that are encoded at a time."""
 _READ = 8192
-"""Number of characters of a message that are looked at."""
+"""Maximum number of characters of a message that are read."""
 
 
 def vocabulary(texts: Iterable[str]) -> frozenset[str]:
@@ -27,7 +27,7 @@ def vocabulary(texts: Iterable[str]) -> frozenset[str]:
 
 def known_words(text: str, known: frozenset[str]) -> str:
     """Leave out the words of a text whose stems are not `known`, because an encoder maps a word that it has never seen
-    to a random vector; if none is known, return the text."""
+    to a random vector; if no word is known, return the text."""
     return " ".join(word for word in text[:_READ].split() if known & set(terms(word))) or text
 
 
@@ -93,5 +93,5 @@ def _of_answered(model: nn.Module) -> Tensor:
 
 
 def answered() -> list[str]:
-    """Return the texts that emoji answer, each once."""
+    """Return the texts that emoji answer, without repetitions."""
     return list(dict.fromkeys(text for one in emoji() for text in one.texts))

@@ -16,22 +16,21 @@ from shoestring_recipes.retrieval.model import Encoder
 
 
 class TwoEncoders(nn.Module):
-    """Maps texts and clips to vectors of norm 1. The vector of a clip is that of its tags, by the encoder of texts or
-    a map beside its own, plus that of its frames, with a learned weight. So from the first step on a text finds tags
-    that share its words.
+    """Maps texts and clips to vectors of norm 1. The vector of a clip is the normalised sum of its tags' vector and its
+    frames' vector, which has a learned weight. Tags share the encoder of texts; with a frozen model, they have a linear
+    map of their own. From the first step on, a text therefore finds tags that share its words.
 
     Args:
-        frozen: pretrained BERT or RoBERTa that stays as it is, while linear maps of its vectors are trained: its
-            folder, or `minilm` for all-MiniLM-L6-v2; `data.arguments.frozen` has to name it, too. Empty for a bag of
-            words.
+        frozen: pretrained BERT or RoBERTa that is not trained, but linear maps of its vectors are: its folder, or
+            `minilm` for all-MiniLM-L6-v2; `data.arguments.frozen` has to name it, too. Empty for a bag of words.
         dimensions: size of the vectors; a pretrained model has its own.
         width: channels of the first convolution of the frames.
         tags: whether the tags of clips are used. frames: whether their frames are used.
         folder: folder of a pretrained BERT or RoBERTa for texts and tags, which is trained further;
             `data.arguments.tokenizer` has to name it, too.
         dropout: probability with which a word, or a component of a frozen model's vector, is left out in training.
-        blind: probability with which all tags of a clip are left out in training, so that its frames have to do, as for
-            clips without tags; other clips are found a little worse.
+        blind: probability with which all tags of a clip are left out in training, which prepares the model for clips
+            without tags; clips with tags are then found a little worse.
         augment: whether frames are changed at random in training.
         temperature: initial temperature of the loss, which is learned.
     """

@@ -1,4 +1,4 @@
-"""A page of messages with their best replies as moving clips: one file that loads nothing."""
+"""Writes a page of messages with their best replies as animated clips: one file that loads no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reply(NamedTuple):
 
 
 def save_page(path: Path, messages: Sequence[str], replies: Sequence[Sequence[Reply]], credit: str = "") -> Path:
-    """Write the page.
+    """Write the page; returns its path.
 
     Args:
         replies: the replies to each message, the best first.

@@ -1,4 +1,4 @@
-"""Ranks of the right reply by several methods, and what they amount to in groups of texts."""
+"""Ranks of the right reply by several methods, and measures computed from the ranks for groups of texts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shoestring_recipes.retrieval.words import terms
 Text = tuple[int, str]
 """The number of the reply that belongs to a text, and the text."""
 TOP, DEPTH = 10, 30
-"""Number of replies that recall and the discounted gain look at."""
+"""Numbers of best replies that recall and the discounted cumulative gain take into account."""
 HELD_OUT = "held-out texts"
 SHARED, UNSHARED = f"{HELD_OUT} that share a word with the tags", f"{HELD_OUT} that share no word with the tags"
 UNTAUGHT = "texts of emoji that were not taught"
-"""Groups of texts. The first consists of the second and the third."""
+"""Names of groups of texts. `HELD_OUT` consists of `SHARED` and `UNSHARED`."""
 OURS, BM25, FROZEN = "two encoders", "BM25 over tags", "the frozen encoder over tags"
 
 
@@ -38,8 +38,8 @@ MEASURES = {"recall_10": recall, "ndcg_30": gain}
 
 
 def ranks(scores: Values, own: Sequence[int]) -> Values:
-    """Return the rank of each text's own reply, from 1; among equal scores it is taken as the last, so that what tells
-    nothing apart finds nothing.
+    """Return the rank of each text's own reply, from 1. Among equal scores the own reply comes last, so that constant
+    scores find nothing.
 
     Args:
         scores: (texts, replies). own: number of the own reply of each text.
@@ -49,8 +49,8 @@ def ranks(scores: Values, own: Sequence[int]) -> Values:
 
 
 def by_words(texts: Sequence[str], tags: Sequence[str], validation: Sequence[Text]) -> Values:
-    """Return BM25's scores of replies by their tags, (texts, replies). Its settings are the best for `validation`:
-    numbers of replies and their texts, at most one for each."""
+    """Return BM25's scores of replies by their tags, (texts, replies), with the settings that are best for
+    `validation`, which has at most one text for each reply."""
     first = [number for number, _ in validation]
     others = sorted(set(range(len(tags))) - set(first))
     settings = chosen(tuple(text for _, text in validation), tuple(tags[number] for number in [*first, *others]))
@@ -60,7 +60,7 @@ def by_words(texts: Sequence[str], tags: Sequence[str], validation: Sequence[Tex
 def groups_of(
     texts: Sequence[str], own: Sequence[int], tags: Sequence[str], untaught: Sequence[int]
 ) -> dict[str, Values]:
-    """Return which texts belong to each group, bool (texts,)."""
+    """Map the name of each group to whether each text belongs to it, bool (texts,)."""
     stems = [set(terms(words)) for words in tags]
     shared = np.array([bool(set(terms(text)) & stems[number]) for text, number in zip(texts, own, strict=True)], bool)
     new = np.isin(np.asarray(own), np.asarray(untaught))

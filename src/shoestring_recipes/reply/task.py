@@ -1,4 +1,4 @@
-"""Replies to texts: training with texts and emoji's clips that belong together; data, loss and evaluation."""
+"""Replies to texts: training on pairs of a text and an emoji's clip; data, loss and evaluation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from shoestring_recipes.reply.ranking import Text
 from shoestring_recipes.retrieval.words import TokenReader, padded
 
 VALIDATED = 0.2
-"""Share of the emoji that have a text on which BM25's settings are chosen."""
+"""Probability that one text of an emoji with three or more texts is used to tune BM25 instead of training."""
 Reader = TokenReader | FrozenReader
 _BLOCK = 64
-"""Number of texts that are read together. They are always the same, because the last bits of a text's vector depend on
-what it is encoded with, and a resumed run, or another rank, has to have the same."""
+"""Number of texts that are encoded together. The blocks are fixed, because the last bits of a text's vector depend on
+the other texts in its batch, and a resumed run and other ranks must compute the same vectors."""
 _TOKENS = ("text", "tags")
 
 
@@ -75,7 +75,7 @@ class Replies(Dataset[dict[str, Any]]):
         return [dict(zip(("text", "tags", "frames", "number"), row, strict=True)) for row in rows]
 
     def _read(self, texts: Sequence[str]) -> list[Tensor]:
-        """Tokens or vectors of texts, each computed once: a pretrained encoder takes milliseconds for it."""
+        """Return tokens or vectors of texts; they are cached, because a pretrained encoder takes milliseconds."""
         for block in sorted({self._places[text] // _BLOCK for text in texts if text not in self._tokens}):
             together = self._distinct[block * _BLOCK : (block + 1) * _BLOCK]
             self._tokens |= dict(zip(together, self.reader.each(together), strict=True))
@@ -99,15 +99,15 @@ class Replies(Dataset[dict[str, Any]]):
 def data(
     modules: str = "", frozen: str = "", every: int = 1, held_out: float = 0.1, tokenizer: str = "", seed: int = 0
 ) -> tuple[Replies, Replies]:
-    """Return the texts for training, and the held-out texts: one of each emoji that has two, and all texts of the emoji
-    that are not taught.
+    """Return the texts for training, and the held-out texts: one of each emoji that has at least two, and all texts of
+    the emoji that are not taught.
 
     Args:
         modules: folder with npm's packages; by default one at or above the current folder, or npm's global one.
         frozen: the encoder that `model.frozen` names, if any.
-        every: step with which emoji are taken; 1 takes all.
+        every: interval at which emoji are taken from the inventory; 1 takes all.
         held_out: share of the emoji that are not taught.
-        tokenizer: folder of a pretrained model, for its tokens.
+        tokenizer: folder of a pretrained model whose tokenizer is used; empty for hashed stems.
         seed: seed of the partition.
     """
     inventory, draws = emoji(modules)[::every], np.random.default_rng(seed)
@@ -138,8 +138,8 @@ def data(
 
 
 def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join samples to a batch: rows of tokens (N, L) or vectors (N, D), and frames (N, QUARTERS, 3, SIDE, SIDE). Texts
-    and clips of `files.read` make no common batch, and their words stay as they are."""
+    """Join samples to a batch: rows of tokens (N, L) or vectors (N, D), and frames (N, QUARTERS, 3, SIDE, SIDE).
+    Messages and clips of `files.read` cannot be joined to one batch; their words stay texts."""
     if len({tuple(sample) for sample in samples}) > 1:
         raise DataError("texts and clips make no common batch")
     columns = {name: [sample[name] for sample in samples] for name in samples[0]}
@@ -151,8 +151,8 @@ def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def forward(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the vectors of the texts and clips of a batch; for those of `files.read`, also those of what they may
-    match."""
+    """Return the vectors of the texts and clips of a batch; for a batch of `files.read`, also the vectors of all emoji
+    or texts that may match."""
     if "message" in batch or "words" in batch:
         return described(model, batch)
     output = model(**{name: batch[name] for name in (*_TOKENS, "frames") if name in batch})

@@ -1,12 +1,12 @@
-"""Says to which communities a post belongs, with calibrated probabilities.
+"""Predicts to which communities a post belongs, with calibrated probabilities.
 
-A folder has a folder for each community, with pages below it, such as the sections of the Linux kernel's documentation
-in Debian's package `linux-doc`. The paragraphs of pages are the posts. Pages, not posts, are divided into those that
-are searched, those that teach, and those that judge.
+FOLDER has a subfolder for each community, with pages below it, such as the sections of the Linux kernel's documentation
+in Debian's package `linux-doc`. A post is a paragraph of a page. Pages, not posts, are divided into those that are
+searched, those for training, and those for evaluation.
 
 python -m shoestring_recipes.retrieval.communities FOLDER [POST ...]
 
-prints how well the communities of posts in a folder are told, and the likeliest ones of posts in files.
+prints how well the communities of posts in FOLDER are predicted, and the likeliest communities of each POST, a file.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ except ImportError as error:
     ) from error
 
 LINUX = "/usr/share/doc/linux-doc-*/html"
-"""Where Debian's packages `linux-doc-…` have the kernel's documentation."""
+"""Folders in which Debian's packages `linux-doc-…` install the kernel's documentation."""
 CANDIDATES = 10
 """Number of communities that are considered for a post: those that BM25 ranks first."""
 NEIGHBOURS = 30
-"""Number of similar posts that tell which communities a post may belong to."""
+"""Number of similar posts from whose communities the community of a post is predicted."""
 PRECISE = 0.9
-"""Precision of the predictions that are counted as sure."""
+"""Minimum precision of the predictions that count as sure."""
 _SHORTEST, _LONGEST = 120, 1200
 """Minimum and maximum number of characters of a post."""
 LEFT_OUT = ("translations",)
-"""Folders that are no communities: translations are easy to tell, because no other page is in their languages."""
+"""Folders that are not communities: translations are easy to predict, because no other page is in their languages."""
 _POSTS, _PAGES = 6, 12
 """Maximum number of posts of a page, and minimum number of pages of a community."""
 
@@ -70,7 +70,7 @@ def linux_documentation() -> Path:
     """Return the folder with the sections of the kernel's documentation.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the documentation is not installed.
     """
     folders = sorted(path for path in Path("/").glob(LINUX[1:]) if path.is_dir())
     if not folders:
@@ -113,7 +113,7 @@ def read(folder: Path, most: int = 16) -> Posts:
 
 
 def divided(posts: Sequence[Post], seed: int) -> tuple[list[Post], list[Post], list[Post]]:
-    """Divide posts by page: three fifths of the pages are searched, one fifth teaches, and one fifth judges."""
+    """Divide posts by page: three fifths of the pages are searched, one fifth is for training, one for evaluation."""
     pages = max(post.page for post in posts) + 1
     part = np.random.default_rng(seed).permutation(pages) % 5
     searched, taught, judging = (
@@ -142,7 +142,7 @@ class Belonging:
         self._model.fit(rows.reshape(-1, rows.shape[-1]), right.ravel())
 
     def _described(self, texts: Sequence[str]) -> tuple[Values, Values]:
-        """Return the features of each candidate of each text, (N, candidates, features), and the candidates."""
+        """Return the features of each text's candidates, (N, candidates, features), and the candidates' numbers."""
         scores = self._index.scores(texts)
         near = np.argpartition(-scores, min(NEIGHBOURS, scores.shape[1]) - 1, 1)[:, :NEIGHBOURS]
         values = np.take_along_axis(scores, near, 1)
@@ -169,12 +169,12 @@ class Belonging:
 
 @dataclass(frozen=True)
 class JudgedPosts:
-    """Predictions for posts whose communities are known: a pair of a post and a candidate each."""
+    """Predictions for posts whose communities are known, one for each pair of a post and a candidate."""
 
     probabilities: Values
     """Predicted probability that the post belongs to the candidate, (pairs,)."""
     right: Values
-    """Whether it does, bool (pairs,)."""
+    """Whether the post belongs to the candidate, bool (pairs,)."""
     posts: int
     """Number of posts; the community of some may not be among the candidates."""
 
@@ -184,43 +184,43 @@ class JudgedPosts:
         return float(self.right.mean())
 
     def calibration_error(self, bins: int = 10) -> float:
-        """Return the expected calibration error: the difference of predicted probability and observed share, averaged
-        over equally wide intervals of probability, each weighted by its number of pairs."""
+        """Return the expected calibration error: the absolute difference of mean predicted probability and observed
+        share, averaged over equally wide intervals of probability, each weighted by its number of pairs."""
         places = np.minimum((self.probabilities * bins).astype(int), bins - 1)
         surplus = np.bincount(places, self.probabilities - self.right, bins)
         return float(np.abs(surplus).sum() / len(self.right))
 
     def threshold(self, precision: float = PRECISE) -> float:
-        """Return the smallest probability from which on predictions surely have a precision: the lower bound of
-        Wilson's 95% interval reaches it. If there is none, return infinity."""
+        """Return the smallest threshold at which the precision of predictions is at least `precision` by the lower
+        bound of Wilson's 95% interval; infinity if there is none."""
         order = np.argsort(-self.probabilities, kind="stable")
         count = np.arange(1, len(order) + 1)
         share, spread = np.cumsum(self.right[order]) / count, 1.96**2 / count
         lowest = (share + spread / 2 - np.sqrt(spread * (share * (1 - share) + spread / 4))) / (1 + spread)
         sorted_down = self.probabilities[order]
-        last = np.append(sorted_down[1:] < sorted_down[:-1], True)  # of equal probabilities
+        last = np.append(sorted_down[1:] < sorted_down[:-1], True)  # the last of equal probabilities
         reached = np.flatnonzero((lowest >= precision) & last)
         return float(sorted_down[reached[-1]]) if len(reached) else np.inf
 
     def counts(self, threshold: float) -> tuple[int, int, int]:
-        """Return the numbers of right predictions, of predictions, and of posts, for a threshold."""
+        """Return the numbers of right predictions and of all predictions from a threshold on, and of posts."""
         sure = self.probabilities >= threshold
         return int((sure & self.right).sum()), int(sure.sum()), self.posts
 
 
 def judged(belonging: Belonging, posts: Sequence[Post]) -> JudgedPosts:
-    """Judge the predictions for posts whose communities are known."""
+    """Predict the communities of posts whose communities are known, and compare."""
     candidates, probabilities = belonging.predict([post.text for post in posts])
     right = candidates == np.array([post.community for post in posts])[:, None]
     return JudgedPosts(probabilities.ravel(), right.ravel(), len(posts))
 
 
 def studied(collection: Posts, seed: int = 0) -> tuple[Belonging, JudgedPosts, float]:
-    """Teach and judge on the posts of a folder.
+    """Train and evaluate a model on the posts of a folder.
 
     Returns:
         The model, its predictions for posts of pages that it has not seen, and the threshold of sure predictions. The
-        threshold is chosen on half of the pages that teach, by a model that learned from the other half.
+        threshold is chosen on half of the training pages, with a model that was trained on the other half.
     """
     searched, taught, judging = divided(collection.posts, seed)
     halves = [[post for post in taught if post.page % 2 == half] for half in range(2)]
@@ -231,7 +231,7 @@ def studied(collection: Posts, seed: int = 0) -> tuple[Belonging, JudgedPosts, f
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how well communities are told, and those of some files."""
+    """Print how well communities are predicted, and the likeliest communities of some files."""
     try:
         collection = read(Path(argv[0]) if argv else linux_documentation())
         belonging, result, threshold = studied(collection)

@@ -20,21 +20,21 @@ FOLDER = Path("/usr/share/dictd")
 PACKAGES = {"wn": "dict-wn", "gcide": "dict-gcide"}
 """Maps the name of a dictionary's files to Debian's package."""
 LONGEST, SHORTEST = 600, 20
-"""Maximum and minimum number of characters of a text; shorter ones are left out."""
+"""Length to which a text is cut, and length up to which a text is left out, in characters."""
 _LIMIT = 256 << 20
 _DIGITS = {ord(digit): value for value, digit in enumerate(
     "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 )}  # fmt: skip
 _HEADWORD = re.compile(rb"[a-zA-Z]{3,}")
 _NOTES = re.compile(r"\[[^\]]*\]|[{}]|\\[^\\]*\\")
-"""Matches what is no definition: sources, synonyms and etymologies in brackets, and pronunciations."""
+"""Matches text that is not a definition: sources, synonyms and etymologies in brackets, and pronunciations."""
 _WORD = re.compile(r"[^\W\d_]+")
 _OTHER = re.compile(r"[^A-Za-z0-9 ,.;'-]+")
 _SPACE = re.compile(r"\s+")
 
 
 class Pair(NamedTuple):
-    """Texts about the same thing."""
+    """Two texts about the same thing: the entries of a headword in two dictionaries."""
 
     headword: str
     query: str
@@ -44,11 +44,11 @@ class Pair(NamedTuple):
 
 
 def entries(name: str, folder: Path = FOLDER) -> dict[str, list[str]]:
-    """Map the headwords of a dictionary that are single words, in lower case, to their entries.
+    """Map headwords of a dictionary, in lower case, to their entries; only single words of at least three letters.
 
     Raises:
         ConfigError: the dictionary is not installed.
-        DataError: its files are damaged.
+        DataError: the dictionary's files cannot be read or are damaged.
     """
     text, index = folder / f"{name}.dict.dz", folder / f"{name}.index"
     if not (text.is_file() and index.is_file()):
@@ -100,7 +100,7 @@ def pairs(limit: int = 0) -> tuple[Pair, ...]:
 
 
 def paired(first: Mapping[str, list[str]], second: Mapping[str, list[str]], headwords: list[str]) -> tuple[Pair, ...]:
-    """Return the pairs of some headwords, without those of which little text remains."""
+    """Return the pairs of some headwords, without pairs with a text of at most `SHORTEST` characters."""
     chosen = []
     for headword in headwords:
         own = [text for text in second[headword] if "WordNet" not in text]

@@ -1,6 +1,6 @@
-"""Search engines that rank many documents by words and by vectors, and the ranking that joins the two.
+"""Search engines that rank many documents by words or by vectors, and a search that fuses the two rankings.
 
-`Tantivy` is embedded and keeps its index in a folder. `servers.py` has the same for Elasticsearch and OpenSearch.
+`Tantivy` is embedded and stores its index in a folder. `servers.py` has engines for Elasticsearch and OpenSearch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoestring_recipes.retrieval.words import LONGEST_WORD, terms
 MOST_TERMS = 256
 """Maximum number of words of a query; the rest of a longer query is ignored."""
 _HEAP = 64 << 20
-"""Memory of the process that builds an index, in bytes."""
+"""Memory budget of tantivy's index writer, in bytes."""
 _VECTORS = "vectors.safetensors"
 
 
@@ -33,19 +33,19 @@ class Hits(NamedTuple):
     """The best documents for a query, the best first."""
 
     numbers: Values
-    """Numbers of the documents, in the order in which the index got them; int64 (N,)."""
+    """Numbers of the documents, counted from 0 in the order of indexing; int64 (N,)."""
     scores: Values
-    """Their scores, float32 (N,)."""
+    """Scores of the documents, float32 (N,)."""
 
 
 class SearchEngine(Protocol):
     """A search engine with an index of documents."""
 
     def build(self, documents: Iterable[str], vectors: Values) -> None:
-        """Index documents in the place of all former ones. Searches use the former index until the new one is whole.
+        """Index documents in place of all former ones. Searches use the former index until the new one is complete.
 
         Args:
-            vectors: a vector of norm 1 for each document, or of zeros for one without words, (documents, dimensions).
+            vectors: a vector of norm 1 for each document, zeros for a document without words; (documents, dimensions).
         """
 
     def by_words(self, queries: Sequence[str], count: int) -> list[Hits]:
@@ -60,8 +60,8 @@ def search(
 ) -> list[Hits]:
     """Return the best documents for each query by the fused ranking; see `fusion.fused`.
 
-    Candidates are the best by words and the best by vectors. A candidate that is not in one of the lists has the lowest
-    score of that list, or 0 if the list is shorter than it might be.
+    Candidates are the best documents by words and the best by vectors. A candidate that is missing from one ranking
+    gets the lowest score in that ranking, or 0 if that ranking has fewer than `candidates` documents.
 
     Args:
         vectors: vectors of the queries, (queries, dimensions). share: share of BM25 in the fused score.
@@ -85,7 +85,7 @@ def search(
 
 
 def query_terms(query: str, stem: bool) -> list[str]:
-    """Return the words by which a query is searched."""
+    """Return the words of a query that are searched for, at most `MOST_TERMS`."""
     return terms(query[: 2 * LONGEST_WORD * MOST_TERMS], stem)[:MOST_TERMS]
 
 
@@ -95,8 +95,8 @@ class Tantivy:
 
     Args:
         folder: folder of the index, which `build` creates.
-        stem: whether English words are reduced to their stems. BM25's k1 and b are 1.2 and 0.75, which tantivy does not
-            let anybody change.
+        stem: whether English words are reduced to their stems. Other settings of BM25 are fixed by tantivy: k1 is 1.2,
+            and b is 0.75.
     """
 
     def __init__(self, folder: Path, stem: bool = True) -> None:
@@ -132,7 +132,7 @@ class Tantivy:
         return builder.build()
 
     def _open(self) -> tuple[Any, Any, torch.Tensor]:
-        """Open the index that is there at the first search: its schema, its searcher and the documents' vectors."""
+        """Open the index at the first search; returns its schema, its searcher and the documents' vectors."""
         if self._opened is None:
             recover(self.folder)
             try:

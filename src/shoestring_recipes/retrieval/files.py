@@ -17,7 +17,7 @@ from shoestring_recipes.retrieval.pages import paragraphs
 SHARE = 0.5
 """Share of BM25 in the fused score."""
 SHOWN = 3
-"""Number of words that are named for a file."""
+"""Number of words shown for a file."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -56,5 +56,5 @@ def describe(output: dict[str, Tensor], batch: dict[str, Any]) -> list[list[dict
 
 @cache
 def _entries() -> tuple[tuple[Pair, ...], Index]:
-    """The entries among which words are looked for, and their index."""
+    """The dictionary entries that are searched, and their index."""
     return pairs(), Index([pair.document for pair in pairs()], Bm25())

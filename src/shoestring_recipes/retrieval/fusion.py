@@ -1,4 +1,4 @@
-"""Rankings by words and by vectors joined to one, and their comparison."""
+"""Fuses rankings by words and by vectors, and compares ranking methods."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SHARES = tuple(round(0.05 * step, 2) for step in range(21))
 """Shares of BM25 in the fused score among which the best is chosen."""
 PLAIN = Bm25(stem=False)
 TOP = (1, 10)
-"""Numbers of documents among which the right one is to be found."""
+"""Cutoffs of recall: numbers of best documents among which the right one has to be."""
 
 Texts = tuple[Sequence[str], Sequence[str], Values, Values]
-"""Queries and documents, and the vectors of both. The documents of the queries come first, in the same order."""
+"""Queries, documents, and the vectors of both; the right documents come first, in the order of their queries."""
 
 
 def fused(lexical: Values, dense: Values, share: float) -> Values:
-    """Join scores by words and by vectors, (queries, documents) each.
+    """Combine scores by words and by vectors, both (queries, documents).
 
-    The scores by words are divided by the largest of their query, so that those of long and of short queries, and of
-    queries with rare and with frequent words, count alike.
+    The BM25 scores of a query are divided by their maximum, so that their scale depends neither on the length of the
+    query nor on the rarity of its words.
 
     Args:
         lexical: scores of BM25, which are 0 where no word occurs.
@@ -37,8 +37,8 @@ def fused(lexical: Values, dense: Values, share: float) -> Values:
 
 
 def best_share(lexical: Values, dense: Values) -> float:
-    """Return the share of BM25 for which the mean of reciprocal ranks is largest, where the document of each query has
-    the query's number."""
+    """Return the share of BM25 with the largest mean reciprocal rank of each query's own document, which has the
+    query's number."""
     values = [float((1 / ranks(fused(lexical, dense, share))).mean()) for share in SHARES]
     return SHARES[int(np.argmax(values))]
 
@@ -59,7 +59,7 @@ class MethodComparison:
         return float((self.ranks[method] <= top).mean())
 
     def best_lexical(self, top: int) -> str:
-        """Return the name of the method by words alone that finds most."""
+        """Return the name of the method without vectors that has the highest recall at `top`."""
         return max((name for name in self.ranks if name.startswith("BM25")), key=lambda name: self.recall(name, top))
 
     def report(self) -> dict[str, Any]:

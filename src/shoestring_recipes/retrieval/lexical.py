@@ -1,4 +1,4 @@
-"""BM25 in memory, with all scores of many queries at once, and the choice of its settings on pairs of texts."""
+"""BM25 in memory, which scores all documents for many queries at once, and tuning of BM25 on pairs of texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bm25:
     k1: float = 1.2
     """How much repetitions of a word in a document count; 0 counts a word once."""
     b: float = 0.75
-    """How much long documents are held back, from 0 to 1."""
+    """Strength of the normalisation by document length, from 0 to 1."""
     stem: bool = True
     """Whether English words are reduced to their stems."""
 
@@ -47,7 +47,7 @@ GRID = tuple(Bm25(*values) for values in product((0.4, 0.8, 1.2, 1.6, 2.4), (0.0
 
 
 class Counted:
-    """How often each word occurs in each of some documents.
+    """Counts of words in documents.
 
     Args:
         documents: the words of each document.
@@ -86,7 +86,7 @@ class Counted:
 
 
 class Index:
-    """The documents of a search by BM25.
+    """An index for searching documents by BM25.
 
     Args:
         documents: texts.
@@ -108,8 +108,8 @@ class Index:
 
 @lru_cache(4)
 def chosen(queries: tuple[str, ...], documents: tuple[str, ...], grid: tuple[Bm25, ...] = GRID) -> Bm25:
-    """Return the settings for which the document of the same number is ranked best: with the largest mean of reciprocal
-    ranks."""
+    """Return the settings with the largest mean reciprocal rank of each query's own document, which has the query's
+    number."""
     best, most = grid[0], -1.0
     for stem in sorted({settings.stem for settings in grid}):
         counted = Counted([terms(text, stem) for text in documents])
@@ -122,8 +122,8 @@ def chosen(queries: tuple[str, ...], documents: tuple[str, ...], grid: tuple[Bm2
 
 
 def ranks(scores: Values) -> Values:
-    """Return the rank of each query's own document, which has the query's number, from 1; among equal scores it is
-    taken as the last, so that what tells nothing apart finds nothing.
+    """Return the rank, from 1, of each query's own document, which has the query's number. Among equal scores the own
+    document comes last, so that constant scores find nothing.
 
     Args:
         scores: scores, (Q, N) with N ≥ Q.

@@ -1,4 +1,4 @@
-"""Vectors of many texts, and hard negatives: documents that BM25 or an encoder takes for the one of a query."""
+"""Vectors of many texts, and hard negatives: wrong documents that BM25 or an encoder ranks high for a query."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from shoestring_recipes.retrieval.dictionaries import Pair, pairs
 from shoestring_recipes.retrieval.lexical import Bm25, Index, Values, hardest
 
 SHARD = 4096
-"""Number of documents among which the hard negatives of a query are looked for."""
+"""Approximate number of documents in which the hard negatives of a query are searched."""
 _CHUNK = 500
 """Number of texts that are encoded at a time."""
 
 
 def mined(taught: Sequence[Pair], count: int, miner: str = "") -> Values:
-    """Return the numbers of hard negatives of each pair, (pairs, count): other documents with the best scores."""
+    """Return the numbers of hard negatives of each pair, (pairs, count): other documents with the best scores by BM25,
+    and half of them by the encoder in the run folder `miner`, if it is set."""
     shards = np.array_split(np.arange(len(taught)), max(1, len(taught) // SHARD))
     texts = [([taught[at].query for at in shard], [taught[at].document for at in shard]) for shard in shards]
     by_encoder = count // 2 if miner else 0
@@ -35,7 +36,7 @@ def mined(taught: Sequence[Pair], count: int, miner: str = "") -> Values:
 
 @torch.no_grad()
 def encoded(embed: Callable[[Sequence[str]], Tensor], texts: Sequence[str]) -> Values:
-    """Return the vectors of texts, float32 (N, dimensions), by a function that computes those of some of them."""
+    """Return the vectors of texts, float32 (N, dimensions), which `embed` computes chunk by chunk."""
     parts = [embed(texts[start : start + _CHUNK]).float().cpu() for start in range(0, len(texts), _CHUNK)]
     return torch.cat(parts).numpy()
 
@@ -47,7 +48,7 @@ def vectors(model: Any, texts: Sequence[str]) -> Values:
 
 
 def described(model: Any, texts: Sequence[str]) -> dict[str, Tensor]:
-    """Return the vectors of texts, `query`, and those of the documents of all pairs of the dictionaries, `entries`."""
+    """Return `query`, the vectors of texts, and `entries`, the vectors of the documents of all dictionary pairs."""
     return {"query": torch.from_numpy(vectors(model, texts)), "entries": _of_entries(model)}
 
 

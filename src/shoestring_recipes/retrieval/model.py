@@ -15,15 +15,15 @@ from shoestring_recipes.retrieval.words import TokenReader
 class Encoder(nn.Module):
     """Maps tokens to vectors of norm 1; a text without tokens has the vector 0.
 
-    The vector of a text is the sum of its tokens' vectors, each with a learned weight. So frequent words, of which the
-    weights fall soon, count less, as in BM25.
+    The vector of a text is the normalised sum of its tokens' vectors, each with a learned weight. Training soon lowers
+    the weights of frequent words, so they count less, as in BM25.
 
     Args:
         dimensions: size of the vectors; a pretrained model has its own.
         layers: number of transformer layers over the token embeddings.
         folder: folder of a pretrained BERT or RoBERTa with tokenizer.json, which takes the place of the embeddings and
             layers; `data.arguments.tokenizer` has to name it, too.
-        whole: whether all of the pretrained model is used; otherwise its token embeddings alone, as the start of a bag.
+        whole: whether to use the whole pretrained model; otherwise only its token embeddings initialise a bag.
         dropout: probability with which a token is left out in training.
         temperature: initial temperature of the loss, which is learned.
     """
@@ -41,7 +41,7 @@ class Encoder(nn.Module):
             self.pretrained = source
             return
         rows = torch.randn(self.reader.size, dimensions) if source is None else source.get_input_embeddings().weight
-        # Rows of norm 1: a step of AdamW then changes their directions enough.
+        # With rows of norm 1, a step of AdamW changes their directions enough.
         self.embeddings = nn.Embedding.from_pretrained(F.normalize(rows.detach().float(), dim=-1), freeze=False)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(rows.shape[1], 4, 2 * rows.shape[1], 0.1, batch_first=True, norm_first=True)
@@ -72,7 +72,7 @@ class Encoder(nn.Module):
             states = self.pretrained(torch.where(tokens >= 0, tokens, padding), (tokens >= 0).long()).last_hidden_state
         elif len(self.layers):
             states, hidden = self.embeddings(numbers), tokens < 0
-            hidden[:, 0] = False  # attention to nothing would be NaN
+            hidden[:, 0] = False  # a row without visible tokens would be NaN
             for layer in self.layers:
                 states = layer(states, src_key_padding_mask=hidden)
         else:

@@ -15,13 +15,13 @@ _SPACE = re.compile(r"\s+")
 _PARAGRAPHS = {"p", "li", "dd", "td", "pre", "blockquote", "h1", "h2", "h3", "h4", "div", "section", "br", "title"}
 """Elements that begin a paragraph."""
 _LEFT_OUT = {"script", "style", "nav", "head", "footer"}
-"""Elements whose text is no part of a page's content."""
+"""Elements whose text is not part of a page's content."""
 _MAIN = {"main", "article"}
 _HTML = {".html", ".htm", ".xhtml"}
 
 
 class _Paragraphs(HTMLParser):
-    """Collects the paragraphs of a page, outside of navigation; inside of `main`, if the page marks it."""
+    """Collects the paragraphs of a page outside of navigation: `all`, and `main` from the main element on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Paragraphs(HTMLParser):
 def paragraphs(path: Path) -> list[str]:
     """Return the paragraphs of a text or an HTML page, without navigation; the file may be compressed by gzip.
 
-    Characters that are no UTF-8 are replaced.
+    Bytes that are not UTF-8 are replaced.
 
     Raises:
         DataError: the file cannot be read, is too large, or is not a text.

@@ -38,12 +38,12 @@ def pretrained(folder: str) -> Any:
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            if torch.get_default_device().type == "meta":  # only shapes are wanted, which transformers refuses to load
+            if torch.get_default_device().type == "meta":  # only shapes are needed; transformers cannot load to meta
                 return AutoModel.from_config(config, **options)
             safe = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
             model, info = AutoModel.from_pretrained(folder, config=config, **options, **safe)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"`{folder}` cannot be loaded: {str(error).splitlines()[0]}", hint="check it") from error
-    if missing := sorted(info["missing_keys"]):  # transformers would train them from random numbers
+    if missing := sorted(info["missing_keys"]):  # transformers would initialise them at random
         raise ConfigError(f"`{folder}` lacks the weight `{missing[0]}`", hint="name the folder of a complete model")
     return model

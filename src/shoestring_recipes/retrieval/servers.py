@@ -1,7 +1,8 @@
 """Elasticsearch 9 and OpenSearch 3 as search engines, through their official clients.
 
-An index gets a name of its own, and an alias points to it. When it is whole, one request moves the alias and removes
-the former indices, so an index that an interruption left unfinished is never searched, and the next one removes it.
+Each build creates an index with a new name. When the index is complete, one request moves the alias to it and removes
+the former indices. An index that an interruption left incomplete is therefore never searched, and the next build
+removes it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_CANDIDATES = 10_000
 
 
 class _SearchServer(ABC):
-    """What the two servers have in common.
+    """Base class of the engines for both servers.
 
     Args:
         url: address of the server. name: alias of the index.
@@ -34,15 +35,15 @@ class _SearchServer(ABC):
     """
 
     package, client_class = "", ""
-    """Name of the client's package and of its class."""
+    """Names of the client's package and class."""
     _error_classes: tuple[str, ...] = ()
     """Names of the client's exceptions."""
     _index_settings: Mapping[str, Any] = {}
     """Settings of an index that only this server has."""
     _vector_field: Mapping[str, Any] = {}
-    """Description of the field with the documents' vectors, without their length."""
+    """Mapping of the field with the documents' vectors, without the number of dimensions."""
     _dimensions = ""
-    """Key of that description with the length of the vectors."""
+    """Key of that mapping for the number of dimensions."""
 
     def __init__(self, url: str, name: str, settings: Bm25 | None = None, **connection: Any) -> None:
         try:
@@ -130,7 +131,7 @@ class _SearchServer(ABC):
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
-        """Raise errors of the client as a DataError of one line."""
+        """Context in which errors of the client are raised as a DataError of one line."""
         try:
             yield
         except self._errors as error:

@@ -1,4 +1,4 @@
-"""Retrieval of texts about the same thing from dictionary entries of the same word: data, loss and evaluation."""
+"""Retrieval of a word's entry in one dictionary by its entry in another: data, loss and evaluation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shoestring_recipes.retrieval.words import TokenReader, padded
 
 class TextPairs(Dataset[dict[str, Any]]):
     """A data set of pairs of texts. A sample has the tokens of both, `query` and `document`; `negatives`, the tokens of
-    documents that are similar to the query but belong to others; and `numbers`, the numbers of the sample and of those
+    documents that are similar to the query but are not its own; and `numbers`, the numbers of the sample and of those
     documents.
 
     Args:
         pairs: the pairs. reader: turns the texts into tokens.
         negatives: numbers of the pairs whose documents are the negatives of each pair, (pairs, negatives).
         validation: other pairs, on which an evaluation chooses its settings.
-        queries: number of pairs whose queries an evaluation asks.
+        queries: number of pairs whose queries are searched in an evaluation.
     """
 
     draws = False
@@ -67,12 +67,13 @@ def data(
     """Return the pairs for training, with hard negatives, and the held-out pairs.
 
     Args:
-        documents: number of held-out pairs. queries: number of them whose queries are asked in an evaluation.
+        documents: number of held-out pairs. queries: number of these whose queries are searched in an evaluation.
         validation: number of further pairs, on which BM25 and the fused ranking are tuned.
         negatives: number of hard negatives of each pair, from BM25; from `miner` as well, if it is set.
-        miner: folder of a run of this recipe that looks for half of the negatives. It must have been trained with the
-            same seed, or it knows the held-out pairs.
-        tokenizer: folder of a pretrained model, for its tokens. headwords: number of headwords to use; 0 uses all.
+        miner: folder of a run of this recipe whose model selects half of the negatives. The run must have the same
+            seed; otherwise its model was trained on held-out pairs.
+        tokenizer: folder of a pretrained model whose tokenizer is used; empty for hashed stems.
+        headwords: number of headwords to use; 0 uses all.
         seed: seed of the partition of the pairs.
     """
     every, reader = pairs(headwords), TokenReader(tokenizer)
@@ -113,8 +114,8 @@ def forward(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
 @ss.whole_batch
 def contrastive(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of finding each query's document among the documents and negatives of the whole
-    batch, and each document's query, with the learned temperature. A query's own document is no negative, even if it
-    is another query's."""
+    batch, and each document's query, with the learned temperature. A query's own document is no negative, even
+    where it is a hard negative of another query."""
     queries, documents, temperature = output["query"], output["document"], output["temperature"]
     own = torch.arange(len(queries), device=queries.device)
     numbers = output["numbers"]

@@ -24,7 +24,7 @@ BUCKETS = 1 << 16
 PADDING = -1
 """Token that fills short texts up to the length of the longest one of a batch."""
 LONGEST_WORD = 40
-"""Number of bytes from which a word is left out, as tantivy's own analyzers do: it is no word of a language."""
+"""Length in bytes from which a word is left out, as in tantivy's own analyzers, because no real word is so long."""
 
 
 @cache
@@ -58,7 +58,7 @@ class TokenReader:
     def tokens(self, text: str) -> Tensor:
         """Return the tokens of a text, int64 (L,); a text without words has none, unless a model's tokenizer puts
         special ones before every text."""
-        shown = text[: 64 * self.length]  # a tokenizer needs long for a megabyte, of which little would be kept
+        shown = text[: 64 * self.length]  # tokenizing megabytes is slow, and most would be cut off
         if self._tokenizer:
             numbers = [*self._tokenizer.prefix, *self._tokenizer.encode(shown)]
         else:
@@ -75,7 +75,7 @@ class TokenReader:
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
-    """Join rows of tokens of different lengths, (N, L) with L ≥ 1."""
+    """Pad rows of tokens to one length, and join them: (N, L) with L ≥ 1."""
     longest = max([1, *(len(row) for row in rows)])
     joined = torch.full((len(rows), longest), PADDING)
     for row, place in zip(rows, joined, strict=True):

@@ -23,7 +23,7 @@ def open_drafter(
     room: int | None = None,
     passes: Passes = "auto",
 ) -> Drafter | None:
-    """Create the drafter that the settings name, on the device of `model`; returns None if the settings name no drafter.
+    """Create the drafter that the settings name, on the device of `model`; None if the settings name no drafter.
 
     Args:
         model: the model that verifies the drafts.

@@ -1,5 +1,5 @@
-"""Self-speculative drafting: the model itself drafts without some of its sublayers, so that neither a second model nor a
-second cache is needed.
+"""Self-speculative drafting: the model itself drafts without some of its sublayers, so that no second model or cache is
+needed.
 
 Drafts are written into the model's own cache, after the text. The pass that verifies a draft runs every sublayer at the
 same positions, and so overwrites everything that drafting wrote (Draft & Verify, Zhang et al., 2024). The drafter skips

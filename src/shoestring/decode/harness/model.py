@@ -36,8 +36,8 @@ class HarnessModel(LM):
     """Any model that shoestring can open, with the interface that `lm_eval.simple_evaluate(model=...)` expects.
 
     Texts are tokenised like in the harness's `hf` model: with the special tokens that the tokenizer puts before a text,
-    unless the text begins with them. A text that is scored without a context follows the beginning-of-text token, or
-    else the end-of-text token; unlike in `hf`, the beginning-of-text token itself is not scored.
+    unless the text begins with them. A text that is scored without a context is preceded by the beginning-of-text token
+    or, if there is none, by the end-of-text token; unlike in `hf`, the beginning-of-text token itself is not scored.
 
     Args:
         model: the model, on its device; it must be in evaluation mode.
@@ -84,7 +84,8 @@ class HarnessModel(LM):
             continuation = context[len(stripped) :] + continuation
             if stripped:
                 before, whole = self._encode(stripped), self._encode(stripped + continuation)
-                # If one token covers the border of the two texts, no tokens may be left for the continuation.
+                # If tokens merge across the border of the two texts, none may remain for the continuation, which is
+                # then encoded alone.
                 after = whole[len(before) :] or self._encode(continuation, prefix=False)
             else:
                 after = self._encode(continuation, prefix=False)
@@ -179,7 +180,7 @@ class HarnessModel(LM):
 
     @cached_property
     def _prefix(self) -> str:
-        """The special tokens that the tokenizer puts before a text, in text form."""
+        """The special tokens that the tokenizer puts before a text, spelled as text."""
         return "".join(self.texts.engine.id_to_token(token) or "" for token in self.texts.prefix)
 
     def _encode(self, text: str, *, prefix: bool = True) -> list[int]:

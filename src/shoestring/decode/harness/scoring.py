@@ -1,8 +1,8 @@
 """Log-probabilities of continuations, computed for many texts at once.
 
-Texts that share a context, such as the choices of a question, read the context once: it is read into one row of the
-cache, which is then copied to the rows of the other texts. Continuations that differ only in their last token share a
-row.
+A context that several texts share, such as the question before several choices, is read once, into one row of the
+cache; this row is then copied to the rows of the other texts. Continuations that differ only in their last token share
+a row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Row:
 
     context: Tokens
     targets: Tokens
-    """The targets of the windows without the last one."""
+    """The targets that the windows have in common: all but the last target of a window."""
     windows: list[_TargetWindow]
 
     @property
@@ -63,8 +63,8 @@ def score(
 ) -> list[Score]:
     """Score the continuations of (context, continuation) pairs of tokens; the pairs may be in any order.
 
-    If a context is longer than the model's context, its oldest tokens are left out. If a continuation is longer, it is
-    scored in windows, which begin with as many earlier tokens as fit; every token is scored once.
+    If a pair does not fit into the model's context, the oldest tokens of its own context are left out. A continuation
+    that does not fit is scored in windows that begin with as many earlier tokens as fit; every token is scored once.
 
     Args:
         pairs: contexts have at least one token; an empty continuation has the log-probability 0.
@@ -80,7 +80,7 @@ def score(
         text = (*context, *continuation)
         for start in range(len(context), len(text), size):
             end = min(start + size, len(text))
-            # At most `size` tokens are read of a window, because its last token need not be read.
+            # A window may have `size` + 1 tokens, because its last token is scored but not read.
             before = text[max(0, end - size - 1) : start]
             windows.append(_TargetWindow(index, before, text[start:end], end == len(text)))
     # Refuse tokens outside the vocabulary; on a GPU, an index out of range would end the process.
@@ -109,10 +109,11 @@ def score(
 
 
 def _batches(windows: Sequence[_TargetWindow], size: int, *, shares: bool) -> Iterator[list[_Row]]:
-    """Arrange windows in batches of at most `size` rows, longest first, so that memory can only run out in the first.
+    """Arrange windows in batches of at most `size` rows, longest first: if memory suffices for the first batch, it
+    suffices for all. In a batch, the first row of each distinct context comes before all other rows.
 
     Args:
-        shares: whether rows with the same context may read it once; such rows are then next to each other.
+        shares: whether to put rows with the same context into the same batch if possible, to read the context once.
     """
     rows: dict[tuple[Tokens, Tokens], _Row] = {}
     for window in windows:
@@ -136,7 +137,8 @@ def _read(adapter: Adapter, rows: Sequence[_Row], *, shares: bool) -> list[Tenso
         rows: with `shares`, the first rows have distinct contexts, and each other row has one of these contexts.
     """
     cache = adapter.new_cache(len(rows), max(len(row.tokens) for row in rows))
-    # Logits are computed only from the last context token on, because with a large vocabulary they take most memory.
+    # Logits are computed only from the last context token on, because logits over a large vocabulary take most of the
+    # memory.
     heads = [row.context[:-1] if shares else () for row in rows]
     if any(heads):
         contexts = list(dict.fromkeys(row.context for row in rows))

@@ -84,7 +84,7 @@ class AdapterCatalog:
         self.loaded[name] = self._open(name, folder)
 
     def cards(self) -> list[dict[str, Any]]:
-        """The adapters in the form of OpenAI's list of models; `parent` is the served model."""
+        """The adapters in the format of OpenAI's list of models; `parent` is the served model."""
         return [
             {
                 "id": served.name,

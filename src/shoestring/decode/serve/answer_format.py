@@ -38,7 +38,7 @@ def read_format(fields: RequestFields, name: str = "response_format") -> dict[st
 
 
 def _wanted(fields: RequestFields, name: str, where: str) -> AnswerFormat | None:
-    """Parse a format in OpenAI's form; in /v1/responses, the schema is not in a separate object."""
+    """Parse `response_format`, or `text.format` of /v1/responses, where the schema is not in a separate object."""
     flat = name == "text"
     value = fields.get(name)
     if value is not None and flat:

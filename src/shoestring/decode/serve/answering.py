@@ -163,7 +163,7 @@ class Answer:
                     self.metrics.endings.add(reason="failed")
                     raise _failed(error) from error
                 yield piece
-                await asyncio.sleep(0)  # lets other tasks run if much progress has been reported at once
+                await asyncio.sleep(0)  # lets other tasks run between the pieces of a long backlog
                 if self.texts[news.index].done and news.ending is None:
                     self.worker.cancel(self.batch, news.index)
 
@@ -233,7 +233,7 @@ class Answer:
         return usage(
             sum(len(prompt.tokens) for prompt in self.asked.prompts),
             sum(text.counted for text in self.texts),
-            # Only the first text of a prompt counts: it reads the tokens that were not cached before the request.
+            # Only the first text of each prompt counts; for further texts, the prompt is cached by the first one.
             sum(text.reused for text in self.texts[:: self.asked.count]),
         )
 

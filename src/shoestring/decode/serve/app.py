@@ -102,7 +102,7 @@ class App:
                 CORSMiddleware,
                 allow_origins=list(settings.allow_origin),
                 allow_methods=["GET", "POST"],
-                allow_headers=["*"],  # client libraries send headers of their own, which give a page no further rights
+                allow_headers=["*"],  # client libraries send custom headers; these give web pages no further rights
                 expose_headers=["Retry-After", "X-Should-Retry", *_LIMITS],
             )
             middleware.insert(0, pages)
@@ -185,7 +185,7 @@ class App:
         if answer_format is None:
             return None
 
-        def compile_format() -> Grammar:  # in another thread, one at a time
+        def compile_format() -> Grammar:  # runs in another thread
             with self._reading:
                 if self._grammars is None:  # reading the tokenizer takes a second if its vocabulary is large
                     tokenizer = self.served.tokenizer
@@ -241,7 +241,8 @@ class App:
                             raise busy("too many long requests are waiting; try again later", seconds=5)
                         received += part
                         self.held += len(part)
-                    elif length > 2 * limit:  # read on until here, because a client reads a refusal only after sending
+                    elif length > 2 * limit:
+                        # Up to here, the rest is received and dropped: a client reads an error only after sending.
                         break
         except TimeoutError as error:
             raise RequestError(408, "the body did not arrive in time", headers={"Connection": "close"}) from error
@@ -259,7 +260,7 @@ class App:
         return JSONResponse(next(card for card in self._cards() if card["id"] == name))
 
     def _cards(self) -> list[dict[str, Any]]:
-        """The descriptions of the model and its adapters in the form of OpenAI's API, with further fields for the web
+        """The descriptions of the model and its adapters in the format of OpenAI's API, with further fields for the web
         page."""
         model = {
             "id": self.served.name,

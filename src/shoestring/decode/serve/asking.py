@@ -164,7 +164,8 @@ def chat(content: Any, served: Served) -> Asked:
         **_shown(fields, served),
         **_streaming(fields),
     )
-    if calling is not None and asked.drafts:  # reports on drafts count only characters outside of calls
+    # A report on drafts counts characters of the accepted tokens, but characters of calls are not shown as text.
+    if calling is not None and asked.drafts:
         raise fields.wrong("draft_tokens", "needs a request without `tools`")
     fields.finish()
     return _fitting(asked, served, "messages")
@@ -303,7 +304,7 @@ def _streaming(fields: RequestFields) -> dict[str, Any]:
     inner.ignore("include_obfuscation")
     inner.finish()
     drafts = fields.flag("draft_tokens")
-    if drafts and (not stream or fields.get("stop")):  # drafted tokens could show a stop string
+    if drafts and (not stream or fields.get("stop")):  # reported drafts could contain a stop string
         raise fields.wrong("draft_tokens", "needs `stream` to be true, and no `stop`")
     return {"stream": stream, "usage": usage, "drafts": drafts}
 

@@ -1,4 +1,4 @@
-"""Writes grammars for answers that call tools, in the form in which the model writes calls; does not import torch.
+"""Writes grammars for answers that call tools in the syntax that the model uses; does not import torch.
 
 With such a grammar, an answer can call only the offered functions, and the arguments of a strict function follow its
 schema. Grammars are written in llguidance's variant of Lark's syntax
@@ -19,12 +19,12 @@ ANY_OBJECT = '{"type": "object"}'
 """Schema of the arguments of a function that is not strict."""
 _TEXT = r"/(.|\n)*/"
 _NO_CALL = r"/([^{\[,;\]\s](.|\n)*)?/"
-"""Pattern of text that does not begin like a call, for forms in which a call needs no mark at the beginning."""
+"""Pattern of text that does not begin like a call, for call syntaxes without a mark at the beginning."""
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes expressions for calls, which the rules of a grammar contain."""
+    """Writes the expressions for calls that are used in the rules of a grammar."""
 
     parser: type[CallParser]
     mark: Callable[[str], str]
@@ -35,13 +35,13 @@ class _Writer:
     """The expression for an identifier that may follow the arguments."""
 
     def body(self, name: str, begun: str = "") -> str:
-        """The expression for a call as a JSON object, without the characters `begun` that are already written."""
+        """The expression for a call as a JSON object, without its first characters `begun`, which precede it."""
         head = f'{{"name": "{name}", "{self.parser.key}": '
         assert head.startswith(begun)
         return f'{_text(head[len(begun) :])} {self.arguments[name]} {self.identifier} "}}"'
 
     def calls(self, begun: str = "") -> str:
-        """The expression for a call of any function; with `begun`, of any function whose call begins in this way."""
+        """The expression for the rest of a call after the characters `begun`, of any function whose call begins so."""
         heads = ((name, f'{{"name": "{name}", "{self.parser.key}": ') for name in self.arguments)
         return _any(self.body(name, begun) for name, head in heads if head.startswith(begun))
 
@@ -63,7 +63,7 @@ def call_grammar(calling: Calling, template: str, schemas: Mapping[str, str | No
 
     forms = [json.loads(schema or ANY_OBJECT) for schema in schemas.values()]  # own file: checked when it was read
     rules = [
-        f"arguments_{number}: %json {json.dumps(form | {'x-guidance': FLEXIBLE_SPACE})}"  # on one line
+        f"arguments_{number}: %json {json.dumps(form | {'x-guidance': FLEXIBLE_SPACE})}"  # JSON without line breaks
         for number, form in enumerate(forms)
     ]
     arguments = {name: f"arguments_{number}" for number, name in enumerate(schemas)}

@@ -18,7 +18,8 @@ from shoestring.decode.request import Ending, Request, Row, TokenLogprob
 log = logging.getLogger("shoestring.serve")
 
 PROMPT = 17
-"""Number of prompt tokens in the warm-up: too many for the kernels for few rows, so that the general ones run too."""
+"""Number of prompt tokens in the warm-up: more than the native layers accept for a row (`skinny.FEW_ROWS`), so that the
+modules themselves run as well."""
 BACKLOG = 1 << 17
 """Largest number of tokens that may wait for one client to read them, including tokens listed in log-probabilities;
 about 20 MiB of memory."""
@@ -198,7 +199,7 @@ class EngineThread:
         news = []
         for row in rows:
             batch, index = self._places[row]
-            # A text that is cut off has no new tokens: all of its tokens were reported before.
+            # A cancelled or failed text has no new tokens: `row.fresh` was already reported after an earlier pass.
             fresh = [] if row.ending in ("cancelled", "failed") else row.fresh
             first = len(row) == len(fresh)
             progress = News(

@@ -111,8 +111,8 @@ class Limits:
         return ticket
 
     def settle(self, ticket: Ticket, used: int) -> None:
-        """Release the places of a request that has ended, and the tokens that it has reserved but not used; a request
-        that has used more tokens than reserved is charged for the difference."""
+        """Release the places and the unused tokens of a request that has ended; a request that has used more tokens
+        than it had reserved is charged for the difference."""
         self._texts[ticket.key] -= ticket.texts
         if (allowance := self._allowance(ticket.key, "tokens")) is not None:
             allowance.use(used - ticket.tokens, self._clock())

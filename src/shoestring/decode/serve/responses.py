@@ -57,7 +57,7 @@ class ResponseForm(AnswerForm):
 
     def choice(self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None) -> Json:
         for _ in self.pieces(index, content, logprobs, reason, first=True):
-            pass  # only the output is needed here, not the events
+            pass  # `pieces` also adds to the output; the events are not needed
         return {}
 
     def parts(
@@ -103,7 +103,7 @@ class ResponseForm(AnswerForm):
         yield self._event({"type": f"response.{response['status']}", "response": response})
 
     def failure(self, error: RequestError) -> bytes:
-        # `error` is present as in the other forms, because OpenAI's clients raise an exception if they find it.
+        # The field `error`, as in the other APIs, is added because OpenAI's clients raise an exception where it occurs.
         fields = {name: error.content["error"][name] for name in ("code", "message", "param")}
         return self._event({"type": "error", **fields, **error.content})
 

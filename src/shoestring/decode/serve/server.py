@@ -61,7 +61,8 @@ class _Connection(H11Protocol):
         self._end_stall()
 
     def pause_writing(self) -> None:
-        """The write buffer is full, so the client may have stopped reading; asyncio calls this method."""
+        """Start the time limit for a client that may have stopped reading; asyncio calls this when the write buffer is
+        full."""
         super().pause_writing()
         self._watch_stall()
 
@@ -112,7 +113,7 @@ class _Connection(H11Protocol):
             def expire() -> None:
                 self._deadline = None
                 unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-                if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the last answer is still being read
+                if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the client still reads the last answer
                     self._watch()
                 else:
                     self.transport.abort()

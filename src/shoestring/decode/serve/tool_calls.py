@@ -1,8 +1,8 @@
-"""Parses tool calls from the text that a model writes. The chat template determines the form of the calls. This module
-does not import torch.
+"""Parses tool calls from the text that a model writes. The chat template determines the syntax of the calls. This
+module does not import torch.
 
-A call is reported only once it is complete, not while its arguments grow: text that turns out not to be a call is
-returned as text, and a client cannot take back the beginning of a call. White space next to a call is dropped.
+A call is reported only once it is complete, because text that turns out not to be a call is returned as text, and a
+client cannot take back the beginning of a call. White space next to a call is dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Calling:
     """How an answer may call tools."""
 
     form: str
-    """Form in which the model writes calls, a key of `FORMS`."""
+    """Syntax in which the model writes calls, a key of `FORMS`."""
     names: Sequence[str]
     """Names of the functions that may be called. A call of another function is text."""
     opening: str = ""
@@ -60,8 +60,8 @@ class CallParser:
     """Splits a growing text into text and calls. A call is a JSON object with a name and arguments.
 
     The parser is either outside or inside of calls. Outside, everything up to the next opening mark is text. Inside,
-    every object is a call. At anything that is neither a call, nor a mark, nor a separator, the parser is outside
-    again. Everything since the opening mark is text too if there was no call.
+    every valid object is a call. Anything that is neither a call, nor a mark, nor a separator switches the parser to
+    the outside; if no call came since the opening mark, everything since this mark is text as well.
     """
 
     opener: ClassVar[str] = ""
@@ -84,7 +84,7 @@ class CallParser:
         """Whether the answer is over, because it may contain only one call and this call is complete."""
         self._names, self._single = frozenset(calling.names), calling.single
         self._text = ""  # text that was received but not yet reported
-        self._at = 0  # inside: number of characters of `_text` already read: marks and separators
+        self._at = 0  # inside: number of characters at the start of `_text` that were read as marks and separators
         self._inside = self.starts_inside
         self._called = False  # whether `_text` follows a call
         self._object = _ObjectEnd()
@@ -284,11 +284,11 @@ class Mistral(CallParser):
 
 
 FORMS: dict[str, type[CallParser]] = {"hermes": Hermes, "mistral": Mistral, "llama": Llama, "json": PlainJson}
-"""Parsers by the name of the form of calls."""
+"""Parsers by the name of the call syntax."""
 
 
 def find_form(template: str) -> str:
-    """The form, a key of `FORMS`, in which a model with this chat template writes calls."""
+    """The call syntax, a key of `FORMS`, of a model with this chat template."""
     marked = (name for name, parser in FORMS.items() if parser.opener and parser.opener in template)
     return next(marked, "json")
 

@@ -28,7 +28,7 @@ class Tools:
     """The tools that a request offers."""
 
     offered: Sequence[dict[str, Any]]
-    """The tools that the chat template gets, in the form of OpenAI's chats; empty if the model must not call any."""
+    """The tools that the chat template gets, in the format of /v1/chat/completions; empty if no tool may be called."""
     choice: str
     """`none`, `auto`, `required`, or the name of the function to be called, preceded by a colon."""
     parallel: bool
@@ -106,7 +106,8 @@ def find_problem(value: Any) -> str | None:
 
 
 def _tool(content: Any, where: str, flat: bool) -> tuple[dict[str, Any], str | None]:
-    """Parse one tool; returns it in the form of OpenAI's chats, and the schema of its arguments if it is strict."""
+    """Parse one tool; returns it in the format of /v1/chat/completions, and the schema of its arguments if it is
+    strict."""
     tool = RequestFields(content, where)
     if tool.get("type") != "function":
         raise tool.wrong("type", "is not `function`, the only type of tools that is supported")

@@ -37,7 +37,7 @@ _KINDS: dict[str, Callable[[Any, Served], Asked]] = {
     "response": asking.response,
 }
 _SCHEMAS = (b"response_format", b"structured_outputs")
-"""Fields that may hold a schema; rewriting one may take long."""
+"""Fields that may hold a schema; rewriting a schema may take long."""
 _CONVERSATIONS = {"completion": "prompt", "chat": "messages", "response": "input"}
 """The field that holds the text of the prompt, by the kind of the request."""
 
@@ -66,7 +66,7 @@ class Understanding:
             raise DataError(answer["error"])
 
     def inline(self, kind: Kind, raw: bytes | bytearray) -> bool:
-        """Whether a request can be parsed by `now`, because its parsing cannot take long."""
+        """Whether parsing a request cannot take long, so that `now` may parse it in the server's process."""
         return kind == "completion" and len(raw) <= INLINE and not any(name in raw for name in _SCHEMAS)
 
     def now(self, kind: Kind, raw: bytes | bytearray) -> Asked:

@@ -36,14 +36,14 @@ class Skipping(Adapter):
 
 
 class OnlineSkipping(Adapter):
-    """A model that skips sublayers in decoding, chosen by observing the text itself; prompts are read with every
-    sublayer.
+    """A model that skips sublayers while it decodes a text, and chooses these sublayers by observing the same text;
+    prompts are read with every sublayer.
 
     The first choice avoids `share` of the bytes moved per token. This choice relies on how much each sublayer changed
     the residual stream over the prompt (and over the first decoded tokens, if the prompt is short). The other sublayers
     are observed over the next `WATCHED` tokens. A second choice then adds the feed-forward sublayers whose harm per
-    byte is at most the largest harm per byte among the skipped sublayers. An adapter serves one text: decoded tokens
-    lack the keys and values of skipped attention, so neither the choice nor the cache can be used for another text.
+    byte is at most the largest harm per byte among the skipped sublayers. An object serves one text only, because the
+    choice depends on the text, and the cache lacks the keys and values of skipped attention.
 
     Args:
         share: fraction of the bytes moved per token that the first choice avoids.
@@ -74,9 +74,7 @@ class OnlineSkipping(Adapter):
                 self._first = gather(self._observer, self.costs, self.at)
                 self.ratios = dict(least_harm(self._first, self.share * self._first.total))
                 self._observer, self._seen = Observer(self.model, leave_out=self.ratios), 0
-            elif (
-                self._first is not None and self._seen >= WATCHED
-            ):  # choose their ratios once more, and for the last time
+            elif self._first is not None and self._seen >= WATCHED:  # skip further sublayers, once
                 watched = gather(self._observer, self.costs, self.at)
                 self.ratios |= within_price(watched, price(self._first, self.ratios))
                 self._observer = None

@@ -1,5 +1,5 @@
 """Published rules for choosing what to skip, as functions of the type `choice.Rule`; each rule avoids at least the
-requested bytes.
+requested bytes, `skip_decode` on average over a text.
 
 Rules that skip whole layers skip the fewest layers that meet the budget. As in the publications, these rules do not
 rescale the residual stream to compensate for skipped sublayers (r = 1).

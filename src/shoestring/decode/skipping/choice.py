@@ -18,11 +18,10 @@ GRID = 20_000
 """Resolution of the knapsack: the bytes to save are divided into at most this many units."""
 
 SURE = 2.0
-"""Number of standard errors by which the loss of a choice by measured losses must be lower, for this choice to replace
-a choice by similarity."""
+"""Number of standard errors by which a choice must lower the measured loss to replace an earlier choice."""
 
 EXCHANGES, TRIED = 3, 8
-"""Largest number of exchanges in a choice, and number of candidate exchanges whose loss is measured each time."""
+"""Largest number of exchanges in a search, and number of candidates for each exchange whose loss is measured."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,11 @@ def check_reachable(statistics: Statistics, budget: float) -> None:
 def least_loss(statistics: Statistics, budget: float) -> Ratios:
     """Choose sublayers like `least_harm`, but by losses measured on sample text if the statistics can measure them.
 
-    The first choice uses, as the harm of a sublayer, the loss that skipping only this sublayer adds. The second choice
-    uses the change of the loss when the sublayer is added to, or removed from, the first choice, because some sublayers
-    can stand in for each other. Losses measured on little text are noisy, so both choices average them with the harm
-    that similarity suggests. A choice by losses replaces the choice by similarity only if its loss is lower by more
-    than SURE standard errors of the difference. Each choice uses r = ‖y‖ / ‖x‖ or r = 1, whichever gives the lower
+    In the first choice, the harm of a sublayer is the loss that skipping only this sublayer adds. Because some
+    sublayers can stand in for each other, a second choice uses the change of the loss when the sublayer is added to the
+    first choice or removed from it. Losses measured on little text are noisy, so both choices average these losses with
+    the harm that similarity suggests. A choice by losses replaces the choice by similarity only if its loss is lower by
+    more than SURE standard errors of the difference. Each choice uses r = ‖y‖ / ‖x‖ or r = 1, whichever gives the lower
     loss. Finally, single sublayers are exchanged for others as long as an exchange lowers the loss by more than the
     same margin. The whole search takes 2 to 5 passes over the text for each sublayer, and a few more.
     """
@@ -164,8 +163,8 @@ def _added(statistics: Statistics, choice: Ratios, loss: Callable[[Ratios], floa
 
 
 def _exchanged(statistics: Statistics, choice: Ratios, budget: float, loss: Callable[[Ratios], float]) -> Ratios | None:
-    """The best choice after exchanging one sublayer for another, or after dropping one if the budget allows this; None
-    if neither is possible."""
+    """The best of the choices that result from exchanging one skipped sublayer for another, or from no longer skipping
+    one if the budget allows this; None if there are none."""
     added, saved = _added(statistics, choice, loss), saved_bytes(statistics, choice)
     skipped = [candidate for candidate in statistics.candidates if candidate.name in choice]
     others = [candidate for candidate in statistics.candidates if candidate.name not in choice]

@@ -27,7 +27,7 @@ log = logging.getLogger("shoestring")
 
 
 def attach(attachments: Attachments, settings: LoRA, *, copies: bool) -> None:
-    """Freeze the job's model, round its weights to `base_bits` bits, and add adapters until the job is closed.
+    """Freeze the job's model, quantise its weights to `base_bits` bits, and add adapters until the job is closed.
 
     Args:
         copies: whether the optimizer updates float32 copies of 16-bit weights.
@@ -82,7 +82,7 @@ class AdapterRecord:
 
     Args:
         scales: scales of the adapters, by layer.
-        rows: number of rows of each rounded layer, by layer.
+        rows: number of rows of each quantised layer, by layer.
         transposed: names of the layers that store the transpose of their weight.
         fingerprint: hash of the weights that the adapters belong to.
         modules: names of the modules whose own weights are trained.
@@ -134,7 +134,7 @@ def _choose_adapters(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRan
 def _round(model: nn.Module, settings: LoRA, whole: Container[int], device: torch.device) -> dict[str, int]:
     """Replace the frozen linear layers of the blocks by quantised layers on the device.
 
-    Layers are replaced one by one, so that at most one layer exists in both forms at a time.
+    Layers are replaced one by one, so that at most one layer at a time exists both with its weights and quantised.
 
     Args:
         whole: ids of the parameters that are trained; their layers are not replaced.

@@ -15,7 +15,8 @@ from shoestring.models.blocks import is_in_block, is_transposed, read_by_others,
 from shoestring.models.plain_layers import is_product
 
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Layer names that PEFT 0.21 maps to the experts, if a mixture of experts stores them in one tensor `gate_up_proj`."""
+"""Layer names that PEFT 0.21 takes for experts if a mixture of experts stores its experts in one tensor
+`gate_up_proj`."""
 
 
 @dataclass
@@ -99,10 +100,10 @@ def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def layers_to_round(model: nn.Module, bits: int, whole: Container[int]) -> dict[str, quantized.Bits]:
-    """Map the names of the blocks' linear layers to round to their numbers of bits; empty unless `bits` is 8 or 4.
+    """Map the names of the linear layers to quantise, all in blocks, to their bits; empty unless `bits` is 8 or 4.
 
     Args:
-        whole: ids of the parameters that are trained; these parameters are not rounded.
+        whole: ids of the parameters that are trained; these parameters are not quantised.
     """
     if bits not in (8, 4):
         return {}
@@ -117,7 +118,7 @@ def layers_to_round(model: nn.Module, bits: int, whole: Container[int]) -> dict[
 def sizes(
     model: nn.Module, patterns: Sequence[str], rank: int, *, dora: bool, modules: Sequence[str] = (), bits: int = 0
 ) -> dict[str, float]:
-    """Count the adapted layers and the trained, frozen and rounded parameters of a run with LoRA."""
+    """Count the adapted layers and the trained, frozen and quantised parameters of a run with LoRA."""
     adapted = choose(model, patterns, modules).adapted
     trained = sum(rank * sum(layer.get_parameter("weight").shape) for layer in adapted.values())
     if dora:  # DoRA also trains the norm of each row

@@ -78,7 +78,7 @@ def must_end(host: Tenants, key: str, name: str) -> list[Holding] | None:
     """Find the leases that must end so that request `name` of tenant `key` fits after all earlier requests are served.
 
     Returns:
-        The leases; None if the request cannot be granted. If a REQUIRED request does not fit, all leases that can end.
+        The leases; None if the request cannot be granted; all leases that can end if a REQUIRED request does not fit.
     """
     room = dict(host.room)
     for want in host.wants():
@@ -100,7 +100,7 @@ def called_back(host: Tenants) -> set[tuple[str, str]]:
     are never called back.
     """
     room, called = dict(host.room), list[Holding]()
-    # Overdrawn bounds come first; a REQUIRED request for 0 bytes, which belongs to no tenant, represents each of them.
+    # Overdrawn bounds come first: a REQUIRED request for 0 bytes without a tenant stands for each overdrawn bound.
     overdrawn = [
         Holding(Tenant("", user=-1, bounds=frozenset({bound})), "", Lease(0, Priority.REQUIRED, 0.0))
         for bound, left in room.items()
@@ -188,7 +188,8 @@ def _within_share(host: Tenants, room: Mapping[str, int], tenant: Tenant, priori
 def _may_call(
     host: Tenants, want: Holding, lease: Holding, bounds: Collection[str], chosen: Collection[Holding]
 ) -> bool:
-    """Whether a lease may be called back; another user's lease only if this user exceeds an equal part of the bound."""
+    """Whether a lease may be called back: always from the requesting user, otherwise if its user exceeds an equal
+    part."""
     user = lease.tenant.user
     if want.tenant.user in (user, -1):
         return True

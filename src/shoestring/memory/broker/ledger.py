@@ -204,7 +204,7 @@ class Ledger:
         holder = _holder(file.descriptor)
         if holder is None:  # the tenant's process has ended
             self._others.pop(name).close()
-            # only processes of its owner can remove the file of another user in a shared folder
+            # in a shared folder, only processes of a file's owner can remove the file
             with suppress(OSError):
                 (self.folder / name).unlink()
             return None

@@ -43,7 +43,8 @@ class TenantRecord:
 
     @cached_property
     def unused(self) -> int:
-        """Bytes that the process claims: its resident bytes, plus the free memory that it has yet to use."""
+        """Resident bytes that the process is expected to reach: its recent peak plus its leases, without
+        `elsewhere`."""
         return self.working + sum(lease.nbytes for lease in self.leases.values()) - self.elsewhere
 
     def encoded(self) -> bytes:

@@ -23,7 +23,7 @@ log = logging.getLogger("shoestring")
 
 LASTS = 30.0  # seconds for which a refused request stays in the record, so that other tenants give memory back for it
 _TICK = 0.05  # seconds between two checks for calls of `ring`
-_SURVEY = 1.0  # maximum seconds between two surveys of the host's memory, if nobody rings for one
+_SURVEY = 1.0  # maximum seconds between two surveys of the host's memory, if no tenant calls `ring`
 _WINDOW = 60.0  # minimum seconds for which a peak of resident memory counts
 PATIENCE = 2.0  # seconds to wait for the ledger's lock
 _POLL = 0.005  # seconds between two checks whether enough memory was given back
@@ -56,8 +56,8 @@ def survey(seen: Iterable[Seen], bounds: Iterable[Bound], terms: Terms, sights: 
     """Determine all tenants and the memory left to lease, as this process sees them.
 
     The memory left is the free memory minus the reserve and minus memory that tenants have claimed but not touched yet.
-    A false record of memory in use therefore gains a tenant nothing. False claims of another user count only up to an
-    equal part of the memory per user.
+    A false record of memory in use therefore gains a tenant nothing. Claims of another user's tenant, which may be
+    false, count only up to an equal part of the memory per user.
 
     Args:
         pressure: whether to count no memory as free while memory is scarce and processes are stalled on memory.
@@ -155,7 +155,8 @@ class BrokeredMemory(HostMemory):
     # -- overrides of HostMemory -------------------------------------------------------------------------------------
 
     def settle(self, free: float, ranks: int = 1, there: float = 0) -> None:
-        """See `HostMemory`. Sets no budget, as a budget would depend on other processes; counts `there` only once."""
+        """See `HostMemory`. A tenant has no budget, which would depend on other processes; `there` is not counted
+        twice."""
         if self._ledger is None:
             super().settle(free, ranks, there)
         else:
@@ -244,7 +245,7 @@ class BrokeredMemory(HostMemory):
             return priority is Priority.REQUIRED or name not in self.called_back
         lease, firm = Lease(nbytes, priority, held.at or began), priority is Priority.REQUIRED
         record = self._measured(began)
-        more -= max(0, record.resident - record.unused)  # these bytes are resident already
+        more -= max(0, record.resident - record.unused)  # resident bytes beyond the record's claim need no room
         if more <= 0:
             self.called_back.discard(name)
             self._record_lease(name, lease)

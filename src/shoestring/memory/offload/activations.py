@@ -214,7 +214,8 @@ class OffloadedBlocks:
         attachments.at(Phase.CAPTURE, self._publish)
 
     def _watch(self, block: nn.Module, first: bool, offloads: bool) -> None:
-        """Register hooks around a block's forward pass, outside changes by other features (recomputation) to it."""
+        """Register hooks around a block's forward pass, including what other features (recomputation) have changed in
+        it."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if not (module.training and torch.is_grad_enabled()):

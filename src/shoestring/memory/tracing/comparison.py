@@ -54,7 +54,8 @@ def compare(before: MemoryProfile, after: MemoryProfile) -> PeakComparison:
     """Compare the main devices of two recordings.
 
     The later run's peak is compared with the moment of the same allocation in the earlier run, even if the earlier run
-    peaked at another moment. Different moments of a step would differ in many tensors that both runs have.
+    peaked at another moment. At different moments of a step, the runs would differ in many tensors that both runs
+    allocate.
 
     Raises:
         DataError: one of the recordings is empty.

@@ -161,7 +161,7 @@ class StepPeak:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Facts that a recording contains in addition to its windows."""
+    """The values that a recording contains in addition to its windows, such as the peak of each step."""
 
     steps: Mapping[str, list[StepPeak]] = field(default_factory=dict)
     """Peaks of the steps in order, by device; if there are many steps, consecutive steps are merged."""
@@ -184,7 +184,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, eq=False)
 class MemoryProfile:
-    """A recording of memory: for each device ("cpu", "cuda:0") the window with the highest peak, and facts."""
+    """A recording of memory: for each device ("cpu", "cuda:0") the window with the highest peak, and further values."""
 
     windows: Mapping[str, MemoryWindow] = field(default_factory=dict)
     facts: MemoryFacts = field(default_factory=MemoryFacts)

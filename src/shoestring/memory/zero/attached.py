@@ -87,7 +87,7 @@ class Divided:
             attachments.module.register_state_dict_pre_hook(lambda *_: self.weights.wait()).remove
         )
         attachments.surround_evaluation(self._evaluating)
-        # First in its phase, because the work of other features needs gathered weights and reduced gradients.
+        # Inserted first in its phase, because the work of other features needs gathered weights and reduced gradients.
         attachments.phases[Phase.FORWARD].insert(0, self._before_step)
         attachments.phases[Phase.CLIP].insert(0, self.gradients.finish)
         if self.late is not None:

@@ -86,7 +86,7 @@ class Collectives:
             total = torch.empty_like(matrix[0])
             work = reduce_scatter_single(total, matrix.view(-1), group=self.group, async_op=True)
             return _after(work, lambda dtype: total.mul_(1 / self.size).to(dtype))
-        # An all-to-all, because Gloo implements reduce-scatter by an all-reduce, which sends twice as much.
+        # All-to-all instead of reduce-scatter, which Gloo implements by an all-reduce that sends twice as much.
         received = torch.empty_like(matrix)
         work = dist.all_to_all_single(received, matrix, group=self.group, async_op=True)
         return _after(work, lambda dtype: mean_of_rows(received, dtype), matrix)

@@ -126,7 +126,7 @@ class Gradients:
         for part in bucket.parts:
             grad, part.parameter.grad = part.parameter.grad, None
             if grad is not None:
-                self.arrived.add(part.name)  # possibly from an earlier micro-batch that was not exchanged
+                self.arrived.add(part.name)  # the gradient may be of an earlier micro-batch, not exchanged yet
             grads.append(torch.zeros_like(part.parameter) if grad is None else grad)
         self._pending.append((bucket, self.collectives.start_mean(bucket.pack(grads))))
         if self.collectives.size == 1:  # there is nothing to wait for
@@ -135,7 +135,7 @@ class Gradients:
     def _finish(self) -> None:
         """Wait for the oldest bucket in exchange, and store its means."""
         bucket, wait = self._pending.popleft()
-        alone = self.collectives.size == 1  # then there is no sum, which would need more bits
+        alone = self.collectives.size == 1  # with one rank, there is no sum, which would need more bits
         mean = wait(bucket.dtype if self.narrow or alone else torch.promote_types(bucket.dtype, torch.float32))
         for part, shard in zip(bucket.parts, bucket.shards(mean), strict=True):
             self._means[part.name] = self.placement.keep(part, shard)

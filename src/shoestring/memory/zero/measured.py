@@ -32,7 +32,8 @@ class StepMetrics:
         facts["zero_exposed"] = facts.get("zero_exposed", 0.0) + exposed
         facts["zero_bytes"] = facts.get("zero_bytes", 0.0) + sent
         if "zero_held" not in facts:
-            # Bytes of parameters, gradients, master copies and optimizer state: as divided, and if undivided.
+            # Bytes of parameters, gradients, master copies and optimizer state: divided among ranks, and without
+            # division.
             held = without = 0.0
             trained, state = self.attachments.trained, self.attachments.optimizer.state
             for part in self.parts:

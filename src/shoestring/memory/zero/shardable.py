@@ -34,12 +34,13 @@ def check_shardable(optimizer: Optimizer, mesh: DeviceMesh, feature: str) -> Non
             sharded = _stepped(optimizer, settings, mesh, mesh)
         except Exception as error:
             raise ConfigError(f"{message} fails on shards: {type(error).__name__}: {error}", hint=hint) from error
-        if not (whole - sharded).abs().max() < 1e-3:  # compared with updates of about the learning rate, here 1
+        if not (whole - sharded).abs().max() < 1e-3:  # updates are about as large as the learning rate, 1
             raise ConfigError(f"{message} updates shards differently from whole parameters", hint=hint)
 
 
 def steps_apart(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can update its parameters in several calls; assumed of torch's own optimizers."""
+    """Whether an optimizer can update its parameters in several calls: true for torch's own optimizers, false for
+    others."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -59,7 +60,7 @@ def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh |
 
         drawn = [DTensor.from_local(tensor[rows].clone(), on, [Shard(0)], run_check=False) for tensor in drawn]
     matrix, *gradients = drawn
-    # An optimizer of the same class and with the same attributes, for the matrix and without state.
+    # Create an optimizer with the same class and attributes, but for the matrix and without state.
     parameters = [matrix.requires_grad_()]
     alike = copy.copy(optimizer)
     for name, value in vars(optimizer).items():

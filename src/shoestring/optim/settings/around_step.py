@@ -89,7 +89,7 @@ class Schedule(Feature):
         progress = attachments.progress
         if progress.planned in (0, progress.total):
             return ""
-        base = float(attachments.optimizer.param_groups[0]["lr"])  # after a resume, the schedule has not set it yet
+        base = float(attachments.optimizer.param_groups[0]["lr"])  # after a resume, not set by the schedule yet
         last = base * self.factor(max(progress.position - progress.gain, 0.0), progress.planned)
         now = base * self.factor(progress.position, progress.total)
         if math.isclose(last, now, rel_tol=1e-6):

@@ -27,7 +27,7 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
         return
     layout = Layout(attachments.module)
     parts, first = settings.parts(layout, stages), first_part(layout, settings, attachments.features)
-    settings.planned_passes(stages, first, micro=0)  # raises an error if they are none
+    settings.planned_passes(stages, first, micro=0)  # raises an error if `pass_order` is invalid
     if settings.pass_order and reorders_messages(attachments.module):
         message = f"`{settings.name}.pass_order` orders messages, and so does torch's aten_distributed_optimizations"
         raise ConfigError(message, hint="switch off enable_overlap_scheduling in it, or leave out one of the two")

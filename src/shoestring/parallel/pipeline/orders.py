@@ -109,13 +109,14 @@ def write_order(order: Sequence[StagePass]) -> str:
 
 @cache
 def read_orders(texts: tuple[str, ...], stages: int, chunks: int, first: int = 0) -> tuple[list[Pass], ...]:
-    """The passes of each stage that `write_order` has written.
+    """Read the passes of each stage from texts that `write_order` wrote.
 
     Args:
         first: index of the first part.
 
     Raises:
-        ValueError: the passes are not those of a training step of so many stages, or the stages wait for each other.
+        ValueError: the passes are not those of a training step with this number of stages, or the stages wait for each
+            other.
     """
     if len(texts) != stages:
         raise ValueError(f"there are {len(texts)} orders for {stages} stages")

@@ -233,11 +233,12 @@ class Stage:
                 self._checked.add(part)
 
     def _run_model(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the model; return a `LeftError` instead of raising it, so that wrappers such as DDP see no exception."""
+        """Run the model; return `Hidden` if a `LeftError` ended it, so that wrappers such as DDP see no exception."""
         try:
             return inner(*args, **kwargs)
         except LeftError as left:
-            # Not the exception: frames that hold it are in its traceback, and keep the activations in a cycle.
+            # Do not return the exception: its traceback refers to frames that refer to it, and this reference cycle
+            # would keep the activations alive.
             return Hidden(left.hidden)
 
     def _leave_early(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -66,7 +66,7 @@ class SharingRanks:
 
 
 class SumGradients(torch.autograd.Function):
-    """Identity whose backward pass sums over ranks: for a tensor that all ranks have, but that each uses in part."""
+    """Identity whose backward pass sums over ranks: for the input of layers of which each rank has a part."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ranks: SharingRanks) -> Tensor:
@@ -94,7 +94,7 @@ class SumParts(torch.autograd.Function):
 class SumTiles(torch.autograd.Function):
     """A linear layer whose outputs are summed over ranks in tiles: one tile travels while the next one is computed.
 
-    A tile has some of the positions, so each is computed by itself.
+    A tile holds some of the positions, so the tiles are independent of each other.
     """
 
     @staticmethod
@@ -121,8 +121,10 @@ class SumTiles(torch.autograd.Function):
 
 
 class OverlappedColumns(torch.autograd.Function):
-    """A linear layer that alone reads its input: the gradient of the input is summed over ranks while that of the
-    weight is computed."""
+    """A linear layer that is the only reader of its input.
+
+    The gradient of the input is summed over ranks while the gradient of the weight is computed.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: SharingRanks) -> Tensor:

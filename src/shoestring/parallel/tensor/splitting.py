@@ -70,7 +70,7 @@ class Splitting:
         world = attachments.world
         group, mesh = world.group([TENSOR]), world.mesh
         assert group is not None and mesh is not None
-        # the ranks that have the same layers: those that share the layers, and those that read other samples
+        # The ranks of this rank's pipeline stage: those that share its layers, and those that read other samples.
         mesh = mesh[tuple(axis for axis in world.axes if axis in (*DATA, TENSOR))]
         self.attachments, self.model, self.plan, self.mesh = attachments, attachments.module, plan, mesh
         self.tiles = tiles
@@ -167,7 +167,7 @@ class Splitting:
                 module.training = mode
 
     def _check_answer(self, before: Tensor | None) -> None:
-        """Raise ConfigError if the split model computes different logits, such as if a norm needs all features.
+        """Raise ConfigError if the split model computes different logits, as when a norm needs all features.
 
         Raises:
             ConfigError: the logits differ by more than the order of summation explains.
@@ -301,7 +301,7 @@ class Splitting:
                 self.attachments.patch(module, partial(self._gathered, inner, reading, sizes))
 
     def _reads_alone(self, name: str, module: nn.Module) -> bool:
-        """Whether no other split layer reads the input of a layer, which computes nothing else than a linear layer."""
+        """Whether a module computes only a linear layer, and no other split layer reads the same input."""
         parent = name.rpartition(".")[0]
         readers = [
             other for other, cut in self.layers.items() if other.rpartition(".")[0] == parent and cut.way != "rows"

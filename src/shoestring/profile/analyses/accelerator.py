@@ -11,15 +11,15 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import Integers, NodeKind
 
 IDLE = 0.3
-"""Minimum fraction of the accelerator's time that must be idle, for a finding."""
+"""Idle time before short kernels is reported if it is at least this fraction of the accelerator's time."""
 SHORT = 20_000
-"""Maximum duration, in nanoseconds, of a kernel that ends before the next kernel can be launched."""
+"""Longest kernel, in nanoseconds, that is assumed to end before the next kernel can be launched."""
 ALONE = 0.05
-"""Minimum share of the profiled time that copies must take while no kernel runs, for a finding."""
+"""Copies are reported if they take at least this share of the profiled time while no kernel runs."""
 
 
 def launch_bound(reading: Reading) -> list[Finding]:
-    """Find the line whose kernels have the most idle time before them, if most idle time is before short kernels."""
+    """If most idle time is before short kernels, find the line whose short kernels have the most of this idle time."""
     tree = reading.tree
     kernels = (tree.kind == NodeKind.KERNEL) & (tree.count > 0)
     short = kernels & (tree.device < SHORT * tree.count)

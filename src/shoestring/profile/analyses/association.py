@@ -26,9 +26,9 @@ from shoestring.profile.tree import Integers, totals
 PRODUCTS = named("matmul mm bmm mv linear addmm")
 SCALES, SUMS = named("mul div"), named("add sub")
 SAVES = 0.1
-"""Minimum share of the profiled time that another order must be expected to save, for a finding."""
+"""Another computation is reported if it is expected to save at least this share of the profiled time."""
 CHEAPER = 0.7
-"""Maximum ratio of the operations in another order to the operations in the program's order, for a finding."""
+"""Another computation is reported if it takes at most this fraction of the operations of the program's order."""
 _SHAPE = re.compile(r"\[([\d,]+)\]")
 _FLIPS = {"t", "transpose", "swapaxes", "adjoint"}
 
@@ -124,7 +124,7 @@ def costly_orders(reading: Reading) -> Iterator[Finding]:
 
 
 def _chains(function: ast.AST) -> Iterator[WrittenProduct]:
-    """Yield the products of at least three factors in a function that are on lines with no other products."""
+    """Yield a function's products of at least three factors; left out are products on lines with further products."""
     # Temporaries are names that are assigned once and used once.
     values: dict[str, list[ast.expr]] = {}
     used, written = list[str](), list[str]()
@@ -349,7 +349,7 @@ def _size(call: OperatorCall) -> Size | None:
 
 
 def _outer(outer: WrittenProduct, inner: WrittenProduct, size: Size, operations: int) -> Size | None:
-    """Derive the size of `outer`, which has `inner` or a sum with `inner` as a factor, from the operation count."""
+    """Derive the size of `outer` from the operation count; one factor of `outer` is `inner` or a sum with `inner`."""
     first = outer.right if outer.flipped else outer.left
     p_by_r = size.p * size.r
     free, rest = divmod(operations, 2 * size.batch * p_by_r)

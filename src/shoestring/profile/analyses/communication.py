@@ -29,17 +29,18 @@ _ACCUMULATE = re.compile(r"AccumulateGrad$")
 _AVERAGED = re.compile(r"ddp\.reducer::copy_bucket_to_grad$")
 _BEGINS = re.compile(r"\b(batch_isend_irecv|isend|irecv)\(|async_op\s*=\s*True")
 ALWAYS = 0.9
-"""Minimum ratio of averaged to computed gradients at which every backward pass is assumed to average its gradients."""
+"""If at least this fraction of the computed gradients is averaged, every backward pass is assumed to average them."""
 IN_BACKWARD = 0.32
-"""Minimum share of the profiled time that autograd's engine must spend outside backward functions, for a finding."""
+"""Waits are reported if autograd's engine is outside backward functions for at least this share of the profiled
+time."""
 FARTHEST = 40
 """Maximum distance, in lines, between the line that starts a communication and the line that waits for it."""
 SINGLE = 0.5
-"""Minimum share of the profiled time that waiting for a single collective per step must take, for a finding."""
+"""A single collective per step is reported if overlapping it is expected to save this share of the profiled time."""
 AT_ONCE = 0.2
-"""Minimum share of the profiled time that a line must wait for communication begun just before it, for a finding."""
+"""A wait for communication that begins just before it is reported if it takes this share of the profiled time."""
 TINY = 1024
-"""Maximum number of elements of a message whose time is assumed to be mostly latency."""
+"""Messages of at most this many elements are assumed to take mostly latency."""
 
 
 def exposed_communication(reading: Reading) -> Iterator[Finding]:

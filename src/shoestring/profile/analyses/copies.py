@@ -13,7 +13,7 @@ from shoestring.profile.findings import Finding
 
 COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::cpu", "aten::cuda"})
 OFTEN = 4.0
-"""Minimum number of copies per step that a line in a loop must make, for a finding."""
+"""A line in a loop is reported if it makes at least this many copies per step."""
 _FROM_LISTS = re.compile(r"\b(tensor|as_tensor|FloatTensor|LongTensor)\(")
 
 

@@ -109,7 +109,7 @@ def bce(p: Array, t: Array) -> Array:
 
 
 def huber(x: Array, target: Array, y: Array) -> Array:
-    """Huber or smooth L1 loss, with `delta` or `beta` fitted so that the loss at the largest error is that in y.
+    """Huber or smooth L1 loss, with `delta` or `beta` fitted so that the loss of the largest error is as in y.
 
     Returns the loss (Huber or smooth L1) that is closer to y; NaN if neither parameter is plausible.
     """

@@ -11,18 +11,18 @@ from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Re
 from shoestring.profile.findings import Finding
 
 FEWEST_STEPS, FEWEST = 24, 12
-"""Minimum number of steps, and minimum number of measurements of the steps' progress, for a finding."""
+"""Minimum number of steps, and minimum number of measurements of the steps' progress, to look for drift."""
 GROWTH = 1.3
 """Minimum ratio of the mean step time in the last quarter of the steps to the mean step time in the first quarter."""
 ORDERLY = 0.8
 """Minimum Spearman correlation between step numbers and step times."""
 EXPLAINED = 0.3
-"""Minimum fraction of the drift that the calls on one line must explain, for a finding."""
+"""A line is reported if its calls explain at least this fraction of the drift."""
 
 SIZES = 3
-"""Minimum number of distinct argument sizes at which an operator's arguments are assumed to grow."""
+"""An operator's arguments are assumed to grow if they have at least this many distinct sizes."""
 AGAIN = 3
-"""Minimum ratio of computed gradients to calls of an operator at which steps are assumed to backpropagate into earlier
+"""If an operator has at least this many computed gradients per call, steps are assumed to backpropagate into earlier
 steps."""
 
 

@@ -16,10 +16,10 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import Integers, NodeKind, totals
 
 SHARE = 0.08
-"""Minimum share of the profiled time that a forward pass without a backward pass must take, for a finding."""
+"""A forward pass without a backward pass is reported if it takes at least this share of the profiled time."""
 MOSTLY = 0.9
-"""Minimum fraction of the time of forward passes without a backward pass that must be spent below one function, so that
-this function is assumed to call the model."""
+"""A function is assumed to call the model if at least this fraction of the time of forward passes without a backward
+pass is spent below the function."""
 
 
 def kept_gradients(reading: Reading) -> Iterator[Finding]:

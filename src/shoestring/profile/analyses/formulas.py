@@ -81,8 +81,8 @@ class Known:
     least: int = 3
     """Minimum number of operators in a formula that implements this operator."""
     uses: frozenset[str] = frozenset()
-    """Operators of which the formula must use at least one, because otherwise equality is a coincidence; empty for no
-    such condition."""
+    """A formula that uses none of these operators equals the result only by coincidence; if empty, formulas may use any
+    operators."""
 
 
 _EXPONENTIALS = frozenset({"exp", "softmax", "log_softmax", "logsumexp"})
@@ -172,7 +172,7 @@ def _formulas(result: Value) -> Iterator[Formula]:
 def _known(known: Sequence[Known], result: Value, inputs: Sequence[Value], parts: Sequence[Value]) -> Iterator[Formula]:
     """Yield a formula for every operator in `known` that maps `inputs` to `result`."""
     arrays, operators = [number(value.array) for value in inputs], {part.operator for part in parts}
-    if any(_equal(array, result.array) for array in arrays):  # such as a ReLU-like function of large x, which returns x
+    if any(_equal(array, result.array) for array in arrays):  # an input is the result already: a ReLU of large x is x
         return
     for operator in known:
         itself = operator.operator.removeprefix("aten::") in operators and not operator.loss

@@ -1,4 +1,4 @@
-"""Analysis of fusible chains: several small operators, each of which reads and writes all elements, instead of one.
+"""Analysis of fusible chains: several small operators that each read and write all elements, where one would do.
 
 The module `formulas` recognizes, in the source of a function, the torch operator that replaces a chain. Long chains
 that no torch operator replaces are findings as well, because torch.compile fuses them.
@@ -34,10 +34,10 @@ VIEWS = named(
     " zeros scalar_tensor resolve_conj resolve_neg"
 )
 UNKNOWN = 12
-"""Minimum number of elementwise operators in a chain that no torch operator replaces, for a finding."""
+"""A chain that no torch operator replaces is reported if it has at least this many elementwise operators."""
 UNKNOWN_MATTERS = 0.4
-"""Minimum share of the profiled time that fusing a chain by torch.compile must save; it is high because compiling takes
-time."""
+"""Fusion by torch.compile is recommended if it saves at least this share of the profiled time; the share is high,
+because compiling takes time."""
 ALIKE = 8
 """Maximum ratio of the numbers of calls of two operators in the same chain."""
 

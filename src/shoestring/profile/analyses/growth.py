@@ -108,7 +108,7 @@ def _added(statement: ast.stmt) -> ast.expr | None:
         target = statement.targets[0]
         if isinstance(target, ast.Subscript):
             return value
-        if isinstance(target, ast.Name | ast.Attribute):  # the new value is the old one plus another, or holds it
+        if isinstance(target, ast.Name | ast.Attribute):  # the new value is the old value plus another, or contains it
             parts = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
             if called(value) & {"cat", "concatenate", "stack", "vstack", "hstack"}:
                 parts = [node for node in ast.walk(value) if isinstance(node, ast.expr)]

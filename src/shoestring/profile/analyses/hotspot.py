@@ -16,22 +16,21 @@ from shoestring.profile.tree import NodeKind
 LARGE = 0.5
 """Minimum share of the profiled time that a line must take, for a finding."""
 PRODUCTS = 0.15
-"""Maximum share of the profiled time of a matrix product on a line; above this share, the line is assumed to call the
-model."""
+"""A line is assumed to call the model if a matrix product on it takes more than this share of the profiled time."""
 
 
 def hotspots(reading: Reading) -> Iterator[Finding]:
-    """Find wasteful matrix products, and a line that takes more than half of the time with all that it calls.
+    """Find wasteful matrix products, and a line that takes, with the code it calls, more than half of the time.
 
-    Matrix products, convolutions and attention do not count as such a line, because a model needs them and they already
-    run near the machine's peak speed. Lines that call a whole model do not count either, because their time belongs to
-    lines or layers inside the model.
+    The time of matrix products, convolutions and attention does not count for their line, because a model needs them
+    and they already run near the machine's peak speed. Lines that call a whole model are not reported either, because
+    their time belongs to lines or layers inside the model.
     """
     yield from wasted_products(reading)
     yield from costly_orders(reading)
     times: dict[Place, float] = {}
     waiting = _starting(reading)
-    for (file, line), time in reading.line_itself.items():  # samples of a short loop are on its head or in its body
+    for (file, line), time in reading.line_itself.items():  # a short loop's samples fall on its head or body
         around = [reading.line_itself.get((file, near), 0) for near in (line - 1, line + 1)]
         # a line that waits computes nothing
         if (file, line) not in waiting and ".wait(" not in reading.text((file, line)):
@@ -75,7 +74,7 @@ def hotspots(reading: Reading) -> Iterator[Finding]:
 
 
 def _starting(reading: Reading) -> set[Place]:
-    """Lines that call compiled JAX functions; the own time of such a line is mostly spent waiting for them."""
+    """Lines that call compiled JAX functions; such a line spends most of its own time on waiting for the functions."""
     if "jax" not in reading.profile.facts.versions:
         return set()
     tree = reading.tree

@@ -20,12 +20,12 @@ _DENSE_TABLE = re.compile(r"embedding\w*_dense_backward$")
 _TABLE = re.compile(r"\w+\[(\d+),(\d+)\]")
 EMBEDDINGS = frozenset({"aten::embedding", "aten::embedding_bag"})
 FEW = 4
-"""Minimum ratio of an embedding table's rows to looked-up rows at which a dense gradient is wasteful."""
+"""A dense gradient is wasteful if the embedding table has at least this many times as many rows as are looked up."""
 UNDISTURBED = 3.0
-"""Maximum ratio of the mean to the shortest time of calls; above it, other processes are assumed to have interrupted
-calls."""
+"""If the mean time of calls exceeds the shortest time by more than this factor, other processes are assumed to have
+interrupted calls."""
 FAR = 4.0
-"""Minimum ratio of a gradient's time to the usual time of such gradients, for a finding."""
+"""A gradient is reported if it takes at least this many times as long as usual for its operator."""
 ALONE = 12_000.0
 """Nanoseconds that any gradient may take: the overhead of autograd's engine and of small operators."""
 VIEWS = frozenset({"aten::select", "aten::slice", "aten::narrow", "aten::diagonal", "aten::as_strided", "aten::unfold"})
@@ -34,7 +34,7 @@ EXPANDS = frozenset(
     {"aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat", "aten::repeat_interleave"}
 )
 SHARE = 0.1
-"""Minimum share of the profiled time that the gradients must take, for a finding."""
+"""Gradients are reported if they take at least this share of the profiled time."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Interpreter:
         return self.values
 
     def numbers_of_class(self, scope: ast.AST) -> dict[str, Value]:
-        """Attributes that the class's `__init__` sets to numbers, if called with default arguments."""
+        """Attributes that `__init__` of the method's class sets to numbers if called with default arguments."""
         above = self.text.parents[scope]
         if not isinstance(above, ast.ClassDef) or getattr(scope, "name", "") == "__init__":
             return {}
@@ -184,8 +184,8 @@ class Interpreter:
                 return [self.outside() for _ in range(count)]
 
     def write(self, target: ast.expr, new: Callable[[Value], Value]) -> None:
-        """Assign a function of the old value. An array of which items are assigned is unknown afterwards, unless a
-        boolean mask chose the items."""
+        """Assign `new(old value)` to a target. If items of an array are assigned, the array is unknown afterwards,
+        unless a boolean mask selects the items."""
         if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
             self.assign(target, new(self.expression(target)))
             return

@@ -26,7 +26,7 @@ _NAMED = {
 } | {name: name for name in ("float16", "float32", "float64", "bfloat16", "int64", "int32", "uint8")}
 """Maps names of torch's conversion methods and data types to the data type that they convert to."""
 FEWEST = 4
-"""Minimum number of times that a conversion must run, for a finding."""
+"""A conversion is reported if it runs at least this many times."""
 TO_DENSE, TO_SPARSE = named("to_dense"), named("to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr")
 IN_DOUBLE = 0.5
 """Fraction of an operator's time that single precision saves, compared to double precision."""

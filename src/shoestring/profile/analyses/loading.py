@@ -21,10 +21,10 @@ _IN_WORKERS = re.compile(r"\t_MultiProcessingDataLoaderIter\.")
 _WORKERS = re.compile(r"/multiprocessing/(queues|connection)\.py\t|/queue\.py\t")
 _COMMUNICATES = re.compile(r"^(c10d::|_c10d_functional::)|/torch/distributed/distributed_c10d\.py\t")
 COMPUTES = 0.7
-"""Minimum ratio of processor time to wall-clock time at which loading is assumed to compute rather than to wait for
-files."""
+"""If the ratio of processor time to wall-clock time exceeds this value, loading is assumed to compute rather than to
+wait for files."""
 LARGE = 0.2
-"""Minimum share of the profiled time that waiting for batches must take, for a finding."""
+"""Waiting for batches is reported if it takes at least this share of the profiled time."""
 
 
 def loading_stalls(reading: Reading) -> Iterator[Finding]:

@@ -18,11 +18,11 @@ PARAMETERS = {"parameters", "named_parameters", "buffers", "named_buffers", "sta
 _COUNTED = {"SGD": "add", "RMSprop": "addcdiv", "Adagrad": "addcdiv"}
 """Maps optimizers to the in-place operator that they call once per parameter; other optimizers call `addcdiv_`."""
 FOREACH = 0.6
-"""Fraction of the time of a `foreach` step of SGD that the step's single operator takes."""
+"""The single operator of a `foreach` step of SGD takes about this fraction of the step's time."""
 FEWEST = 6
 """Minimum number of parameters in a step, for a finding."""
 MANY = 6
-"""Minimum number of calls per step at which a line is assumed to be in a loop over parameters."""
+"""A line with at least this many calls per step is assumed to be in a loop over parameters."""
 
 
 def unfused_optimizers(reading: Reading) -> Iterator[Finding]:

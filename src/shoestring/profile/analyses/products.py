@@ -21,11 +21,11 @@ from shoestring.profile.tree import NodeKind
 _ZEROS = re.compile(r"; argument \d is ([\d.e+]+)% zeros, as are ([\d.e+]+)% of its rows or columns")
 _FACTOR = re.compile(r"\[([\d,]+)\]")
 EMPTY = 0.9
-"""Minimum fraction of zeros in a factor at which a lookup or a sparse product is assumed to be cheaper."""
+"""If at least this fraction of a factor is zeros, a lookup or a sparse product is assumed to be cheaper."""
 UNUSED = 0.6
-"""Minimum fraction of a product's rows that must be unused, for a finding."""
+"""A product is reported if at least this fraction of its rows is unused."""
 SAVES = 0.1
-"""Minimum share of the profiled time that the change must be expected to save, for a finding."""
+"""A change is reported if it is expected to save at least this share of the profiled time."""
 PASSES = 3.0
 """Assumed number of passes over the non-zero elements: selecting, weighting and adding take one pass each."""
 WITH_ZEROS = "a product of matrices computes with zeros"

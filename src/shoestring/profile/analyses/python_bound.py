@@ -17,10 +17,9 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 LARGE = 0.2
-"""Minimum share of the profiled time that Python, or a loop over small operators, must take, for a finding."""
+"""Python, or a loop over small operators, is reported if it takes at least this share of the profiled time."""
 ALONE = 15_000
-"""Minimum time in Python per operator call on the same lines, in nanoseconds, at which Python itself is assumed to
-compute."""
+"""If lines spend at least this many nanoseconds in Python per operator call, Python itself is assumed to compute."""
 SMALL = 12_000.0
 """Maximum forward time of a small operator, in nanoseconds per call."""
 OFTEN = 12.0
@@ -134,7 +133,7 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
 
 
 def _once(reading: Reading, call: OperatorCall, runs: float) -> float:
-    """Estimate the nanoseconds if one call on a tensor `runs` times as large replaces every `runs` calls."""
+    """Estimate the nanoseconds after every `runs` calls are replaced by one call on a tensor `runs` times as large."""
     elements = (call.made[0].elements if call.made else call.elements) or 1
     name = call.name if costs.known(call.name) else "aten::matmul" if call.dense else "aten::mul"
     grown = costs.nanoseconds(name, "forward", elements * runs) * reading.slower

@@ -22,14 +22,13 @@ from shoestring.profile.recording import Profile
 from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, totals, without_native
 
 MATTERS = 0.07
-"""Minimum share of the profiled time that a change must be expected to save, for a finding."""
+"""A change is reported if it is expected to save at least this share of the profiled time."""
 
 LARGEST_ENGINE = 0.4
 """Maximum ratio of the backward pass's time outside backward functions to its time inside them; time beyond this ratio
 counts as waiting."""
 MOST = 0.85
-"""Minimum fraction of call counts that must be multiples of the number of steps, if this number is inferred from
-them."""
+"""If the number of steps is inferred from call counts, at least this fraction of the counts must be multiples of it."""
 
 Place = tuple[str, int]
 

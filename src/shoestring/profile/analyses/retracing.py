@@ -16,12 +16,12 @@ from shoestring.profile.tree import NodeKind
 
 _REGION = re.compile(r"^Torch-Compiled Region: (\d+)/(\d+)")
 LARGE = 0.1
-"""Minimum share of the profiled time that compiled code must take, for a finding about its graph breaks."""
+"""Graph breaks are reported if the compiled code takes at least this share of the profiled time."""
 _JAX = re.compile(r"^jax (?:trace|lower|compile): (?:jit\()?(.*?)\)?$")
 _COMPILING = re.compile(r"/jax/_src/(pjit|stages|compiler|interpreters/\w+)\.py\t")
 _COMPILES = {"compile", "trace", "script", "make_fx", "export"}
 JITTED_AGAIN = 4
-"""Minimum number of compilations of a JAX function, for a finding; fewer compilations are assumed to be for intended
+"""A JAX function is reported if it is compiled at least this often; fewer compilations are assumed to be for intended
 shapes."""
 _LOOKUP = re.compile(r"^TorchDynamo Cache Lookup")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")

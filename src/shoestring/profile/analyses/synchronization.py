@@ -10,10 +10,10 @@ from shoestring.profile.findings import Finding
 
 TAKES = frozenset({"aten::item", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
 SMALL = 4_000
-"""Maximum duration of an operator's shortest call, in nanoseconds, at which the operator is assumed to work on single
-values, so that vectorizing avoids its calls."""
+"""An operator whose shortest call takes at most this many nanoseconds is assumed to work on single values, so that
+vectorizing avoids its calls."""
 OFTEN = 2.0
-"""Minimum number of values per step that a line in a loop must read, for a finding."""
+"""A line in a loop is reported if it reads at least this many values per step."""
 
 
 def synchronizations(reading: Reading) -> Iterator[Finding]:

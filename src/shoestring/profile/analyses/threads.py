@@ -11,9 +11,9 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 SHARE = 0.2
-"""Minimum share of the profiled time that operators must take, for a finding."""
+"""The number of threads is reported only if operators take at least this share of the profiled time."""
 TOO_MANY = 1.5
-"""Minimum number of computing threads per core, for a finding."""
+"""The number of threads is reported if at least this many threads compute per core."""
 
 
 def too_many_threads(reading: Reading) -> Iterator[Finding]:

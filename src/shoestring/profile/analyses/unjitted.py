@@ -12,9 +12,9 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 SHARE = 0.25
-"""Minimum share of the profiled time that a function must spend on dispatching operations, for a finding."""
+"""A function is reported if dispatching its operations takes at least this share of the profiled time."""
 FEWEST = 3
-"""Minimum number of different operations that a function must dispatch, for a finding."""
+"""A function is reported if it dispatches at least this many different operations."""
 ONE_CALL = 20_000
 """Nanoseconds for dispatching one compiled program, which a jitted function still takes."""
 _STARTS = re.compile(r"/jax/_src/(numpy|lax|nn|scipy|random|dispatch|prng|api)\b|/profile/jax_calls\.py\t")

@@ -1,10 +1,10 @@
 """Switches on batching of frames on the links: frames of one millisecond pass at once (as in interrupt coalescing).
 
 The queueing discipline tbf sets a timer for each frame, at both ends of each link. On a virtual machine, the timers of
-tbf are the largest cost of a frame: at 100 Mbit/s, four ranks on two cores lost a tenth of their time to them, a cost
-that a real cable does not have. The queueing discipline htb sends all waiting frames at once if its hysteresis is on.
-Hysteresis is a setting of the kernel for all htb queues of the machine. The setting is switched on while a lab needs it
-and restored afterwards; if the lab's owner was killed, the next lab restores it.
+tbf are the largest cost of a frame: at 100 Mbit/s, four ranks on two cores lost a tenth of their time to these timers,
+a cost that a real cable does not have. The queueing discipline htb sends all waiting frames at once if its hysteresis
+is on. Hysteresis is a setting of the kernel for all htb queues of the machine. The setting is switched on while a lab
+needs it and restored afterwards; if the lab's owner was killed, the next lab restores it.
 """
 
 from __future__ import annotations

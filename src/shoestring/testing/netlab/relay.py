@@ -41,7 +41,7 @@ class Lane:
                 self.held.append((due, os.read(self.source, _LARGEST)))
 
     def give(self) -> float | None:
-        """Write the frames that are due; return the seconds until the next one, or None if the queue is empty."""
+        """Write the frames that are due; return the seconds until the next frame is due, or None if there is none."""
         while self.held:
             wait = self.held[0][0] - time.monotonic()
             if wait > 0:

@@ -99,7 +99,7 @@ def settings_of(trial: TrialLease) -> str:
 
 def _importance(record: StudyRecord) -> Markup:
     if isinstance(record.schedule, Population):
-        return Markup()  # a result depends on the settings of the trial and of all its ancestors
+        return Markup()  # a fork's result also depends on the settings of its ancestors
     values = [record.sign * (trial.value or 0.0) for trial in record.done]
     rows = importances(record.space, [trial.parameters for trial in record.done], values)
     if not rows:
@@ -123,7 +123,7 @@ def _importance(record: StudyRecord) -> Markup:
 
 
 def _to_target(studies: Sequence[StudyRecord]) -> Markup:
-    """Make a table of the hours in which each study reached the target, which is the worst study's best result."""
+    """Make a table of the hours in which each study reached a target: the best result of the study that did worst."""
     usable = [record for record in studies if record.best_so_far()]
     if len(usable) < 2:
         advice = (

@@ -28,7 +28,7 @@ SQLITE = (
     "INSERT INTO {table}_words({table}_words, rowid, {columns}) VALUES ('delete', old.id, {old}); "
     "INSERT INTO {table}_words(rowid, {columns}) VALUES (new.id, {new}); END",
 )
-# PostgreSQL's parser takes `optim.adamw.lr` for the name of a host, and `a/b` for a path: punctuation goes first.
+# PostgreSQL's parser takes `optim.adamw.lr` for a host name and `a/b` for a path, so punctuation is removed first.
 WORDS_OF = f"""
 CREATE OR REPLACE FUNCTION hub_words_of(written text) RETURNS tsvector LANGUAGE sql IMMUTABLE AS $$
 SELECT to_tsvector('pg_catalog.simple', translate(written, '{string.punctuation.replace("'", "''")}', '{" " * 32}'))
@@ -48,7 +48,7 @@ POSTGRESQL = (
 
 
 def create_indexes(apps: Any, schema_editor: Any) -> None:
-    """Create the index of each table in `INDEXED`, with what the table holds already."""
+    """Create the index of each table in `INDEXED`, including the rows that the table already has."""
     index_tables(schema_editor, INDEXED)
 
 

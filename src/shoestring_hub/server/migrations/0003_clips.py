@@ -13,7 +13,7 @@ INDEXED = {"hub_hubclip": ("name", "notes")}
 
 
 def create_indexes(apps: Any, schema_editor: Any) -> None:
-    """Index clips. SQLite has remade the table of comments, and dropped the triggers of its index with the old one."""
+    """Index clips; also index comments again in SQLite, which dropped the index's triggers when it remade the table."""
     tables = dict(INDEXED)
     if schema_editor.connection.vendor == "sqlite":
         tables["hub_comment"] = _people.INDEXED["hub_comment"]

@@ -93,7 +93,7 @@ def clip_state(request: HttpRequest) -> HttpResponse:
 
 
 def clip_video(request: HttpRequest) -> HttpResponseBase:
-    """The video of a clip, or the range of it that is asked for."""
+    """The video of a clip, or the requested range of it."""
     return _file(request, clip_of(request), "video", VIDEO)
 
 
@@ -113,7 +113,7 @@ def _file(request: HttpRequest, shown: HubClip | None, field: str, kind: str) ->
 
 
 def _answering(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
-    """Answer refusals as JSON, because scripts ask."""
+    """Answer refusals as JSON, because scripts send the requests."""
 
     @wraps(view)
     def answering(request: HttpRequest, **names: Any) -> HttpResponse:
@@ -165,7 +165,7 @@ def delete_clip(request: HttpRequest) -> HttpResponse:
 
 
 def retry_clip(request: HttpRequest) -> HttpResponse:
-    """Convert a clip once more whose conversion has failed."""
+    """Queue the failed conversion of a clip again."""
     clip_queue.retry(clip_of(request))
     return redirect(clip_of(request).address)
 

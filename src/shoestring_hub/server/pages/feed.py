@@ -14,7 +14,7 @@ from shoestring_hub.server.pages.listing import list_newest
 
 
 def feed(request: HttpRequest) -> HttpResponse:
-    """New runs, clips and comments of the people and projects that one follows, and comments that mention one."""
+    """New runs, clips and comments of followed people and projects, and comments that mention the person who reads."""
     sight = sight_of(request)
     people, projects = sight.followed_people(), sight.followed_projects()
     followed = Q(person__in=people) | Q(project__in=projects)
@@ -33,7 +33,7 @@ def feed(request: HttpRequest) -> HttpResponse:
 
 
 def following(request: HttpRequest) -> HttpResponse:
-    """The people and projects that one may follow, with a button for each."""
+    """The people and projects that the person who reads may follow, with a button for each."""
     sight = sight_of(request)
     followed = set(sight.followed_people().values_list("pk", flat=True))
     people = sight.people().exclude(pk=sight.person.pk).filter(Q(is_active=True) | Q(pk__in=followed))
@@ -46,7 +46,7 @@ def following(request: HttpRequest) -> HttpResponse:
 
 
 def person(request: HttpRequest, name: str) -> HttpResponse:
-    """What somebody has put into the projects that one shares with them."""
+    """The page of a person, with that person's runs, clips and comments in projects shared with the reader."""
     sight = sight_of(request)
     shown = get_object_or_404(sight.people(), username=name)
     listing = list_newest(

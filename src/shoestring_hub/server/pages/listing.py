@@ -1,4 +1,4 @@
-"""Runs, clips and comments of several projects in one list, newest first, and on pages that continue the last one."""
+"""Lists runs, clips and comments of several projects together, newest first, and divided into pages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MICROSECOND = timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class ListedItem:
-    """A comment in a list, or, without a comment, a run or a clip."""
+    """An entry of a list: a comment, or a run or clip if `comment` is None."""
 
     target: HubRun | HubClip
     comment: Comment | None
     excerpt: Sequence[tuple[str, bool]]
-    """Pieces of the text, with whether each is a match of the search."""
+    """Pieces of the text, each with whether it matches the search."""
 
     @property
     def time(self) -> datetime:
@@ -59,8 +59,8 @@ def list_newest(
     """One page of some runs, clips and comments, which the caller must have restricted to those that may be seen.
 
     Args:
-        place: where the page begins, as an earlier page stated it: a time, and how many rows of just this time precede
-            the page. Neither tells how many rows of other projects there are, as an id would.
+        place: `ListedPage.after` of the page before: a time, and how many rows of exactly this time precede the page.
+            Unlike an id, neither reveals how many rows of other projects there are.
         words: the words of a search, which are marked in the excerpts.
     """
     match = _PLACE.fullmatch(place)

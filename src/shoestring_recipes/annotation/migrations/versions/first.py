@@ -66,7 +66,7 @@ TABLES = {
         sa.UniqueConstraint("task_id", "rater_id"),
     ),
 }
-"""Maps each table, in the order in which they are made, to its columns and constraints."""
+"""Maps each table to its columns and constraints, in the order in which the tables are created."""
 INDEXES = {
     "items_host_fetched": ("items", ["host", "fetched", "id"]),
     "items_source_id": ("items", ["source", "id"]),
@@ -79,7 +79,7 @@ INDEXES = {
 
 
 def upgrade() -> None:
-    """Make the tables and their indexes."""
+    """Create the tables and their indexes."""
     for table, columns in TABLES.items():
         op.create_table(table, *columns)
     for index, (table, names) in INDEXES.items():
