@@ -10,6 +10,7 @@ from shoestring_hub.client.logins import log_in
 from shoestring_hub.client.pull import pull
 from shoestring_hub.client.push import push
 from tests.hub.conftest import add_person
+from tests.rigs.hub.backups import back_up_while_others_work, restored
 from tests.rigs.hub.clips import make_clip, missing
 from tests.rigs.hub.folders import contents, write_run
 from tests.rigs.hub.people import check_feed, check_search, newcomer, upgraded
@@ -29,8 +30,12 @@ def database():
 
 
 @pytest.fixture(scope="module")
-def hub(database, tmp_path_factory):
-    url = f"postgresql://tune@/postgres?host={database.folder}"
+def url(database):
+    return f"postgresql://tune@/postgres?host={database.folder}"
+
+
+@pytest.fixture(scope="module")
+def hub(url, tmp_path_factory):
     with HubServer(tmp_path_factory.mktemp("hub") / "hub", "--database", url) as server:
         visitor = Visitor(server.port)
         visitor.set_password(add_person(server.folder, "ada", "--database", url), "ada")
@@ -124,3 +129,12 @@ def test_a_wrong_database_is_one_line(tmp_path, capsys):
 
     assert main(["hub", "serve", str(tmp_path / "hub"), "--database", "mysql://x/y"]) == 2
     assert "is not the URL of a PostgreSQL database" in capsys.readouterr().err
+
+
+def test_a_backup_is_of_one_moment(lab, url, tmp_path):
+    """Without a snapshot, the backup has files of a run that it does not have."""
+    server, visitor, slug = lab
+    said = back_up_while_others_work(server, tmp_path / "backup", write_run(tmp_path / "run", name="late"), url)
+    assert "a backup of this hub is being made" in said
+    assert ">late<" in visitor.get(f"/{slug}/").text
+    restored(tmp_path / "restored", tmp_path / "backup")

@@ -14,6 +14,7 @@ from shoestring_hub.client.clip import send_clip
 from shoestring_hub.client.logins import log_in
 from shoestring_hub.client.push import push
 from tests.hub.conftest import add_person
+from tests.rigs.hub.backups import back_up_while_others_work, restored
 from tests.rigs.hub.clips import make_clip, missing
 from tests.rigs.hub.folders import contents, write_run
 from tests.rigs.hub.server import HubServer
@@ -156,3 +157,16 @@ def test_backup_and_restore_of_a_hub_that_serves(server, project, ada, tmp_path,
     chunk = next(path for path in (backup / "chunks").rglob("*") if path.is_file() and path.stat().st_size > 10)
     chunk.write_bytes(b"x" * chunk.stat().st_size)
     assert "is damaged" in hub("restore", tmp_path / "third", "--backup", backup).stderr
+
+
+def test_a_backup_is_of_one_moment(server, project, ada, tmp_path):
+    push(write_run(tmp_path / "first", name="first"))
+    said = back_up_while_others_work(server, tmp_path / "backup", write_run(tmp_path / "second", name="second"))
+    assert "a backup of this hub is being made" in said
+    assert ">second<" in ada.get(f"/{project}/").text
+    restored(tmp_path / "restored", tmp_path / "backup")
+    with HubServer(tmp_path / "restored") as second:
+        visitor = Visitor(second.port)
+        visitor.sign_in("ada")
+        page = visitor.get(f"/{project}/").text
+        assert ">first<" in page and ">second<" not in page

@@ -62,20 +62,26 @@ def deactivate(place: Place, name: str) -> str:
 
 def clean(place: Place) -> str:
     """Remove runs and clips that were deleted longer ago than the grace period, bytes that nothing refers to, and
-    sessions that have expired."""
+    sessions that have expired.
+
+    Raises:
+        ConfigError: a backup of the hub is being made.
+    """
     configure(place)
     from django.core.management import call_command
     from django.utils import timezone
 
     from shoestring_hub.server import chunks, clip_files
+    from shoestring_hub.server.backup import files_stay
     from shoestring_hub.server.models import GRACE, HubClip, HubRun
 
     counts = []
-    for model in (HubRun, HubClip):
-        old: Any = model.objects.filter(deleted__lt=timezone.now() - GRACE)
-        counts.append(old.count())
-        old.delete()
-    removed = chunks.remove_unused() + clip_files.remove_unused()
+    with files_stay(place, removing=True):
+        for model in (HubRun, HubClip):
+            old: Any = model.objects.filter(deleted__lt=timezone.now() - GRACE)
+            counts.append(old.count())
+            old.delete()
+        removed = chunks.remove_unused() + clip_files.remove_unused()
     call_command("clearsessions")
     return f"removed {counts[0]} deleted runs, {counts[1]} deleted clips, and {removed} files that nothing refers to"
 

@@ -1,15 +1,17 @@
 """Backup and restore of a hub: its rows as JSON (for SQLite and PostgreSQL alike), secret key, chunks and clips.
 
-Chunks and clips never change, so a backup copies only those that it lacks. Rows are read before the files, in one
-transaction, so that no row of the backup refers to a file that arrives later. A file that loses its last reference
-during the backup stays until the next `clean`.
+Chunks and clips never change, so a backup copies only those that it lacks. All rows are those of one moment, and are
+read before the files, so that no row of the backup refers to a file that arrives later. `clean`, which alone removes
+files, does not run beside a backup.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from shoestring import figures
@@ -20,7 +22,7 @@ from shoestring.storage.whole import put_aside, write_atomic
 from shoestring_hub.server.configure import Place, configure
 from shoestring_hub.server.serve import prepare
 
-ROWS, KEY = "rows.jsonl", "secret.key"
+ROWS, KEY, LOCK = "rows.jsonl", "secret.key", "files.lock"
 FOLDERS = ("chunks", "clips")
 """Folders of a hub with files that never change, in a folder for each project, and named by their digest."""
 
@@ -29,7 +31,7 @@ def back_up(place: Place, to: Path) -> str:
     """Copy a hub to a folder while the hub may be serving.
 
     Raises:
-        ConfigError: there is no hub.
+        ConfigError: there is no hub, or `clean` is running.
         OSError: the folder cannot be written; an earlier backup in it stays intact.
     """
     if not (place.folder / KEY).is_file():
@@ -37,26 +39,63 @@ def back_up(place: Place, to: Path) -> str:
     configure(place)
     prepare()
     from django.core import serializers
-    from django.db import transaction
 
-    to = private_folder(to.resolve().parent, to.name)
-    with transaction.atomic(), put_aside(to / ROWS) as file:
-        for model in _models():
-            rows = model.objects.order_by("pk").iterator(chunk_size=200)
-            for text in (serializers.serialize("jsonl", [row]) for row in rows):
-                file.write(text.encode())
     from shoestring_hub.server.clip_files import read_blocks
 
-    copied = 0
-    for name in FOLDERS:
-        for path in sorted((place.folder / name).glob("*/*/*")):
-            target = to / name / path.relative_to(place.folder / name)
-            if not target.exists() and not path.name.startswith("."):
-                write_atomic(target, read_blocks(path))
-                copied += path.stat().st_size
+    to, copied = private_folder(to.resolve().parent, to.name), 0
+    with files_stay(place):
+        with _one_moment(), put_aside(to / ROWS) as file:
+            for model in _models():
+                rows = model.objects.order_by("pk").iterator(chunk_size=200)
+                for text in (serializers.serialize("jsonl", [row]) for row in rows):
+                    file.write(text.encode())
+        for name in FOLDERS:
+            for path in sorted((place.folder / name).glob("*/*/*")):
+                target = to / name / path.relative_to(place.folder / name)
+                if not target.exists() and not path.name.startswith("."):
+                    write_atomic(target, read_blocks(path))
+                    copied += path.stat().st_size
     shutil.copyfile(place.folder / KEY, to / KEY)  # own file: serve wrote it
     (to / KEY).chmod(0o600)
     return f"{to}: all rows, and {figures.size(copied)} of new chunks and clips"
+
+
+@contextmanager
+def files_stay(place: Place, *, removing: bool = False) -> Iterator[None]:
+    """Context in which nothing else removes chunks or clips of a hub.
+
+    Args:
+        removing: whether the context itself removes them: then no backup runs meanwhile. Other backups may.
+
+    Raises:
+        ConfigError: files are being removed, or, if `removing`, a backup is being made.
+    """
+    with (place.folder / LOCK).open("ab") as file:  # own file
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if removing else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            other = "a backup of this hub is being made" if removing else "`shoestring hub clean` is running"
+            raise ConfigError(other, hint="try again when it has ended") from error
+        yield
+
+
+@contextmanager
+def _one_moment() -> Iterator[None]:
+    """Transaction that reads the database as it is at its first query, while others go on to write.
+
+    In PostgreSQL's default transactions each query sees what was committed before it: rows of a later table could refer
+    to rows that an earlier table did not have yet. In SQLite the hub's transactions lock out all writers.
+    """
+    from django.db import connection, transaction
+
+    with ExitStack() as stack:
+        if connection.vendor == "sqlite":
+            stack.callback(setattr, connection, "transaction_mode", connection.transaction_mode)
+            connection.transaction_mode = "DEFERRED"
+        stack.enter_context(transaction.atomic())
+        if connection.vendor != "sqlite":
+            connection.cursor().execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        yield
 
 
 def restore(backup: Path, place: Place) -> str:
