@@ -74,8 +74,8 @@ def install(attachments: Attachments, settings: Tiered) -> None:
 
 
 def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differences | None:
-    """Create the recorder of step differences since the newest checkpoint; returns None for a single rank, which
-    exchanges no gradients.
+    """Create the `Differences` of a job, which records steps so that they can be replayed; returns None for a single
+    rank, which exchanges no gradients.
 
     Raises:
         ConfigError: steps of this job cannot be replayed; raised on all ranks.

@@ -55,8 +55,8 @@ class Split(Feature):
     search divide more tensors. 0 allows all memory of a rank's device that `cluster` states."""
     mesh: tuple[int, ...] = ()
     """Numbers of ranks along the axes of a mesh, such as `[2, 2]`: tensors can then be divided along several dimensions
-    at once, which may fit where their sizes are no multiples of all ranks. The last axis has neighbours. Without it,
-    all ranks are one axis."""
+    at once, which may fit where their sizes are no multiples of all ranks. Ranks with successive numbers lie along the
+    last axis. Without a mesh, all ranks are one axis."""
     order: Literal["searched", "traced"] = "searched"
     """Order of operators and messages in a rank's program: `searched` lets messages travel while the rank computes, in
     tiles where that pays, and takes some seconds at the start; with `traced`, a rank begins each message when it needs

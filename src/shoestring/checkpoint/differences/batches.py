@@ -1,8 +1,9 @@
-"""Stores step differences on disk, in the folder of the checkpoints. A file holds the differences of one rank in
+"""Stores step differences on disk, in the folder of the checkpoints. A file holds the differences of one rank for
 several steps. Averaged gradients are equal on all ranks. So among the ranks that share a folder, only one rank writes
 the averages, and the other ranks write only their own states. A file is written completely or not at all. The name of a
-file contains the steps, the run, the start of the run and the rank, and each difference in the file repeats these. The
-rank that wrote a file deletes the file once its steps are older than all checkpoints.
+file contains the steps, the run, the start of the run and the rank; each difference in the file repeats its step, the
+run and the start of the run. The rank that wrote a file deletes the file once the file's steps are older than all
+checkpoints on disk.
 """
 
 from __future__ import annotations

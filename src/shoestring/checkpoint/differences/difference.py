@@ -159,7 +159,7 @@ class StepContent:
 
 
 def shared(name: str) -> bool:
-    """Whether a tensor in a difference is an average, and so the same on all ranks, judging by the tensor's name."""
+    """Whether the name of a tensor in a difference marks it as an average, which is the same on all ranks."""
     return name.startswith(_AVERAGE)
 
 

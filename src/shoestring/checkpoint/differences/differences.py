@@ -1,5 +1,5 @@
-"""Records the difference of each step, and replays the differences after a failure instead of training the steps
-again."""
+"""Records the difference of each step (the data with which the step can be replayed), and replays the differences after
+a failure instead of training the steps again."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Averages are equal on all ranks, so the partner rank on the other host already has them. Only a rank's own states are
 sent, a few kilobytes per step. A message is sent during the next forward and backward pass, and has arrived before the
 next optimizer step. The partner stores the message in a separate ring buffer in its host's memory. A rank that has lost
-its differences receives the stored copies from its partner, which adds its averages to the copies.
+its differences receives the stored states from its partner, together with the partner's averages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A ring buffer in the host's shared memory, which holds a rank's newest differences in cells of equal size.
+"""A ring buffer for a rank's newest differences, with cells of equal size in the host's shared memory.
 
 Each cell holds its step and a checksum. So if the process is killed, only the cell that was being written is damaged.
 The ring buffer needs no index, and no differences have to be deleted.
@@ -134,7 +134,7 @@ class Ring:
 
     def cell(self, step: int, nbytes: int) -> Tensor | None:
         """Return the cell of a step, with a size of at least `nbytes`; None if host memory has no room for the ring
-        buffer. If larger cells require a new layout of the file, its content is lost."""
+        buffer. If larger cells require a new layout of the file, the differences in the file are lost."""
         fits = self._room is not None and nbytes <= self._size and self._count == self.cells
         if self.refused or (fits and self._leased):
             return self._cell(step)

@@ -74,7 +74,7 @@ def answers(requests: Iterable[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    # Standard input may stay open when the parent ends, if other children of it hold the pipe.
+    # Standard input may stay open when the parent ends, if other children of the parent hold the pipe.
     end_after(os.getppid(), lambda: os._exit(0))
     with suppress(BrokenPipeError):
         for answer in answers(sys.stdin):

@@ -87,8 +87,8 @@ class History:
         """Reconstruct a lost or damaged history from the existing checkpoints; returns None if no checkpoint names its
         run.
 
-        The newest start becomes the newest epoch. Each earlier start belongs to the line up to the last of its steps
-        that no later start has repeated.
+        The newest start becomes the newest epoch. Of each earlier start, the line includes the steps up to the last
+        step that no later start has repeated.
         """
         named = [checkpoint for checkpoint in checkpoints if checkpoint.run]
         newest = max(named, key=lambda checkpoint: (checkpoint.start, checkpoint.step), default=None)

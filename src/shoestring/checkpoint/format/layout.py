@@ -179,8 +179,8 @@ def boxes_of(name: str, tensor: DTensor, order: ShardOrder | None = None) -> lis
 
 
 def _reordered(box: Box, place: Box, order: ShardOrder) -> Iterator[tuple[Box, Box]]:
-    """Split a box of a DTensor with another order into boxes of the saved tensor, each with its place in the local
-    tensor."""
+    """Split a box of a DTensor whose rows or columns are reordered into boxes of the saved tensor, each with its place
+    in the local tensor."""
     dim = order.dim
 
     def at(box: Box, start: int, size: int) -> Box:
@@ -294,8 +294,8 @@ def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> 
 
 
 def sources(wanted: Box, offers: Iterable[tuple[Box, Offer]]) -> list[tuple[Box, Offer]] | None:
-    """Cover the box `wanted` by disjoint boxes, each with the offer from which to read it; returns None if `wanted`
-    cannot be covered.
+    """Cover the box `wanted` by disjoint boxes, each with the offer (source) from which to read the box; returns None
+    if the offers do not cover `wanted`.
 
     Earlier offers are preferred.
     """

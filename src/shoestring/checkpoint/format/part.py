@@ -1,7 +1,8 @@
-"""The format of a part: a safetensors file with pieces of tensors and checksums of chunks, the same at every level.
+"""The format of a part: a safetensors file with pieces of tensors, the same in memory and on disk. The checksums of its
+chunks are in the checkpoint's record.
 
-The metadata in the file's header has two entries in JSON. `about` holds the checkpoint, the rank, and the trees of the
-states to which the tensors belong. `boxes` holds the tensor and the box of each piece.
+The metadata in the header of the file has two entries in JSON. `about` holds the checkpoint, the rank, and the trees of
+the states to which the tensors belong. `boxes` holds the tensor and the box of each piece.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def aligned(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Describes a piece in a part: its tensor and box, its data type, and its range of bytes."""
+    """Describes one piece of a tensor in a part: the tensor and the box of it that the piece holds, its data type, and
+    its range of bytes in the part."""
 
     tensor: str
     shape: tuple[int, ...]

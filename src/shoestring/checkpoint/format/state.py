@@ -84,7 +84,7 @@ class PackedState:
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """Serialise state as one piece of bytes; see `PackedState.of`."""
+    """Serialise state as bytes; see `PackedState.of`."""
     file = io.BytesIO()
     PackedState.of(state).write(file)
     return file.getvalue()

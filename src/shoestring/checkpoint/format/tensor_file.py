@@ -40,7 +40,8 @@ T = TypeVar("T", bound=Sized)
 
 
 def in_order(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors in the order of a file: those with wide elements come first, so that all are aligned.
+    """Return the tensors in the order in which a file stores them: tensors with larger elements come first, so that all
+    tensors are aligned.
 
     Raises:
         CheckpointError: safetensors does not support a data type or a name.
@@ -54,7 +55,8 @@ def in_order(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def header_of(tensors: Mapping[str, Sized], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a file with these tensors, one after the other: the header, preceded by its length."""
+    """Build the beginning of a file that stores these tensors one after the other: the header, preceded by its
+    length."""
     header: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for name, tensor in tensors.items():

@@ -98,7 +98,8 @@ class Saved:
     own: Mapping[int, Mapping[str, Any]]
     """Maps a rank, then the name of a state that differs between ranks, to the state's tree."""
     homes: Mapping[int, Mapping[str, int]]
-    """Maps a rank, then the path of a tensor in one of the rank's own states, to the rank in the tensor's name."""
+    """Maps a rank, then the path of a tensor in one of the rank's own states, to the rank with which the tensor's name
+    begins."""
     tensors: Mapping[str, Stored]
 
     def state(self, name: str) -> Any:
@@ -239,7 +240,7 @@ def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path
     checkpoint.
 
     Args:
-        start: number of the start of the run that the checkpoint names as its origin.
+        start: number of the start of the run, which the checkpoint records as its origin.
 
     Returns:
         The folder of the checkpoint.

@@ -2,8 +2,8 @@
 request.
 
 `resume` gathers the arguments of `decide` and carries out the plan that it returns. If a part turns out to be damaged,
-`decide` is called again with that fact, so that all ranks fall back to the same checkpoint. `explain` calls `decide` in
-a single process.
+`decide` is called again with this information, so that all ranks fall back to the same checkpoint. `explain` calls
+`decide` in a single process.
 
 The usable checkpoint of the newest step is chosen, no matter where its parts are. A checkpoint is usable if it is part
 of the run's history, if the private part of each rank exists or can be rebuilt from parity, if no part is known to be
@@ -37,7 +37,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class ResumeFacts:
-    """The facts, beside the offered files, on which the decision depends; equal on all ranks."""
+    """The information on which the decision depends, beside the offered files; equal on all ranks."""
 
     hosts: int = 1
     local_size: int = 1
@@ -52,7 +52,7 @@ class ResumeFacts:
     """Maps a checkpoint without damaged parts to the reason why it still cannot be loaded."""
 
     def after(self, checkpoint: CheckpointId, damaged: Mapping[tuple[int, str], str], misfit: str) -> ResumeFacts:
-        """Return these facts together with the results of a failed verification of `checkpoint`."""
+        """Return a copy that also contains the results of a failed verification of `checkpoint`."""
         misfits = {**self.misfits, checkpoint: misfit} if misfit else self.misfits
         return replace(self, damaged={**self.damaged, **damaged}, misfits=misfits)
 
@@ -209,7 +209,7 @@ def _choose(candidates: Mapping[CheckpointId, Sequence[Offer]], one_file: int, f
         elif checkpoint.step < one_file:
             choice.passed_over[checkpoint] = f"older than step {one_file}, which is in a single file"
         elif (rebuilds := plan_rebuilds(candidates[checkpoint], checkpoint.ranks, facts)) is None:
-            # The number of missing parts, and not their list, because a record may claim a million ranks.
+            # State only how many parts are missing, not which, because a damaged record may claim a million ranks.
             there = len({offer.part for offer in candidates[checkpoint] if offer.part.startswith(PRIVATE)})
             missing = f"{checkpoint.ranks - there} of {checkpoint.ranks} ranks are missing"
             choice.passed_over[checkpoint] = f"incomplete: the parts of {missing}"
@@ -222,7 +222,8 @@ def _choose(candidates: Mapping[CheckpointId, Sequence[Offer]], one_file: int, f
 
 
 def _exhausted(checkpoint: CheckpointId, facts: ResumeFacts) -> str:
-    """Return the reason why a checkpoint is given up; empty if the checkpoint may be loaded."""
+    """Return the reason why a checkpoint is not tried again: too many attempts to load it ended the process. The reason
+    is empty if the checkpoint may be loaded."""
     tried_often = facts.attempts.get(checkpoint.name, 0) >= MOST
     return f"the last {MOST} attempts to load it ended the process" if tried_often else ""
 

@@ -147,8 +147,8 @@ def _verify(plan: ResumePlan) -> tuple[Damage, str]:
 
 
 def _replayed(plan: ResumePlan) -> int:
-    """Return the last step that could be replayed, up to which every rank with differences on this host has the
-    differences of all steps."""
+    """Return the last step that could be replayed: every rank with differences on this host has the differences of all
+    steps from the checkpoint up to this step."""
     history, checkpoint = plan.history, plan.checkpoint
     if not plan.replays or history is None or checkpoint is None or plan.wish.memory is None:
         return plan.step

@@ -56,8 +56,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Offer:
-    """A file with a part of a checkpoint that one host offers, which means that ranks of this host can read the
-    file."""
+    """A file that one host offers: it holds a part of a checkpoint, and ranks of this host can read it."""
 
     checkpoint: CheckpointId
     host: int

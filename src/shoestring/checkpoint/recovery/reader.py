@@ -141,7 +141,7 @@ class Reader:
         """Return the reads that together make up a box of a tensor.
 
         Raises:
-            CheckpointError: no offer contains some region of the box.
+            CheckpointError: the offers do not cover the box.
         """
         covering = sources(box, self.pieces.get(tensor, []))
         if covering is None or tensor not in self.kinds:

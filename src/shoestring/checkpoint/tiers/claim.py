@@ -34,7 +34,7 @@ LOCK = "lock"
 
 
 class Claim:
-    """One rank's part in claiming the right to write; methods that take a group are collectives.
+    """Claims, on one rank, the right to write checkpoints; methods with an argument `group` are collectives.
 
     Args:
         disk: folder of the run's checkpoints.
@@ -138,7 +138,7 @@ class Claim:
         return None
 
     def begin(self, group: RankGroup, restored: CheckpointId | None, others: Collection[CheckpointId]) -> None:
-        """Begin a start of the run, and write its history.
+        """Record this start of the run as a new epoch in the run's history, and write the history.
 
         Args:
             restored: the checkpoint from which the start resumes; None for a new run.

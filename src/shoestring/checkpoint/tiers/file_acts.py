@@ -93,7 +93,7 @@ class Files:
         excludes only processes on this host; on a file system without locks, it excludes no process.
 
         Args:
-            says: text to write into the file, which names this process.
+            says: text that names this process, to be written into the file.
             wait: seconds to wait for the lock; defaults to `WAIT`.
 
         Raises:

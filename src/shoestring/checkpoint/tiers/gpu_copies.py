@@ -57,8 +57,8 @@ def batched_copy() -> Callable[..., int] | None:
 def copy_from_gpu(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
     """Issue copies of all sources to their targets on a stream, which must be this thread's current stream.
 
-    torch copies sources in host memory, such as the state of some optimizers, immediately, because the host may change
-    them without waiting for the stream.
+    Sources in host memory, such as the state of some optimizers, are copied by torch before this function returns,
+    because the host may change them without waiting for the stream.
     """
     pairs, batched, single = list(zip(targets, sources, strict=True)), [], []
     for pair in pairs:

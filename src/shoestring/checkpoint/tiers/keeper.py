@@ -98,7 +98,7 @@ class Keeper:
         """Slots of earlier starts of the run that this start does not fill; freed once a newer checkpoint is safe."""
 
     def begin(self, history: History, own: list[Slot]) -> None:
-        """Begin a start of the run: determine which checkpoints the slots hold."""
+        """Determine, at the beginning of a start of the run, which checkpoints the slots hold."""
         for slot in self.held:
             slot.resume(history)
         held = max((slot.checkpoint for slot in self.held if slot.checkpoint), default=None)

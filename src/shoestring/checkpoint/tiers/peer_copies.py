@@ -145,7 +145,8 @@ class Rebuild:
     of: ParitySet
     lost: int
     holders: dict[int, int]
-    """Maps each other former rank of the set to the present rank that holds its part and its parity."""
+    """Maps each former rank of the set, except the lost rank, to the present rank that holds its part and its
+    parity."""
     builder: int
     """The present rank that rebuilds the lost part."""
 
@@ -201,7 +202,7 @@ def rebuild(
 
 
 def pick_builder(present: Sequence[int], busy: Sequence[int]) -> int:
-    """Choose the host that rebuilds: the first of the `present` hosts that is not `busy` because it holds data of the
-    set, or the last if all are busy."""
+    """Choose the host that rebuilds a part: the first of the `present` hosts that is not among the `busy` hosts, which
+    hold data of the set; or the last present host if all are busy."""
     free = [rank for rank in present if rank not in busy]
     return free[0] if free else present[-1]

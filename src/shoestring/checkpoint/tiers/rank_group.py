@@ -80,7 +80,7 @@ class RankGroup:
         """Send and receive contiguous tensors to and from any ranks at once, in messages of at most `PIECE` bytes with
         checksums.
 
-        Both ranks of a pair must list the tensors that they exchange with each other in the same order.
+        If a rank sends several tensors to another rank, both ranks must list these tensors in the same order.
 
         Args:
             sends: (rank to send to, tensor).

@@ -1,5 +1,5 @@
-"""Slots hold checkpoints in a host's shared memory, which survives the processes that wrote the checkpoints, but not
-the host.
+"""Slots hold checkpoints in a host's shared memory. This memory survives the processes that wrote the checkpoints, but
+not the host.
 
 A slot has a file for each kind of part, and a seal. The files are mapped once and refilled many times, because
 allocating new pages takes eight times as long as a copy. The seal is a record of the parts, which is written once all
@@ -204,7 +204,8 @@ class Slot:
             return self._private(nbytes)
 
     def _private(self, nbytes: int) -> Room:
-        """Memory that does not survive this process; on disk, if neither shared memory nor this process has room."""
+        """Allocate memory that does not survive this process: its own memory or, if that is short, a file in
+        `overflow`."""
         return Room(torch.from_numpy(memory_or_disk(nbytes, self.overflow)))
 
     def _path(self, key: str) -> Path:

@@ -108,10 +108,11 @@ class Checkpointer:
         others: Collection[CheckpointId] = (),
         reached: CheckpointId | None = None,
     ) -> None:
-        """Begin a start of the run; a collective.
+        """Record this start of the run as a new epoch in the run's history, and determine which checkpoints in slots
+        stay valid; a collective.
 
         Args:
-            restored: the checkpoint that was loaded; None begins a new run.
+            restored: the checkpoint that was loaded; None for a new run.
             others: all checkpoints that exist.
             reached: the last step that was replayed after the checkpoint; None if no step was replayed.
         """
@@ -199,7 +200,8 @@ class Checkpointer:
         ]
 
     def _told(self) -> list[float]:
-        """Return the numbers on this rank's sealed checkpoints that are the arguments of `_agree`."""
+        """Return three numbers that describe this rank's sealed checkpoints; `_agree` takes their minima over all
+        ranks."""
         step, lasts, since = self._sealed
         newest = next((slot for slot in self.own if slot.checkpoint and slot.checkpoint.step == step), None)
         lasts = lasts and (newest is None or newest.stands)
@@ -209,7 +211,7 @@ class Checkpointer:
         """Return the newest step that all ranks have sealed, and whether its checkpoint survives the end of all ranks'
         processes. The arguments are the minima of `_told` over all ranks. Some ranks may have sealed later steps than
         the agreed step. On each rank, the agreed step survives if the step is not before the rank's `since`. The
-        argument `since` is negated, so that its minimum over ranks is the latest step.
+        argument `since` is the negated value of each rank, so its minimum over ranks stands for the latest step.
         """
         lasting = lasts > 0 and sealed >= -since
         self.safe[MEMORY] = int(sealed) if lasting else 0

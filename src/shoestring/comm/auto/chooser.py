@@ -33,7 +33,7 @@ from shoestring.planning.simulate import Decision
 
 log = logging.getLogger("shoestring")
 
-TIMED_STEPS = 4  # number of steps whose time outside forward and backward passes is measured
+TIMED_STEPS = 4  # number of steps in which the optimizer's step is timed
 
 
 class Chooser:
@@ -145,8 +145,8 @@ class Chooser:
         self.began = time.perf_counter()
 
     def _stop_clock(self) -> None:
-        """Record the time of a step after the backward pass; after the last timed step, publish the predicted step
-        time."""
+        """Record the seconds since `_start_clock`, which include the optimizer's step; after the last timed step,
+        publish the predicted time of a whole step."""
         if self.decision is None or len(self.times) == TIMED_STEPS:
             return
         synchronize(self.attachments.world.device)

@@ -62,7 +62,9 @@ class CodecCost:
     def fit(cls, sizes: Sequence[int], pieces: Sequence[CodecTiming], whole: CodecTiming) -> CodecCost:
         """Fit the cost to timed exchanges: one exchange of each piece, in order, and one of all gradients together.
 
-        Args: sizes: bytes of each piece."""
+        Args:
+            sizes: bytes of each piece.
+        """
         timings = (*pieces, whole)
         stages = max(len(timing.nbytes) for timing in timings)
         seconds = np.array([_pad(timing.seconds, stages + 1) for timing in timings])
@@ -156,7 +158,7 @@ class PricedExchange:
             cohort_tasks = [*self._price_codec(cluster, cost, cohort, channel)]
             if self.shard > 1:  # a torus: a reduce-scatter before and an all-gather after, inside of each host
                 ring = cluster.collective("all-reduce", self.inner)
-                half = (ring.latency + (cohort.stop - cohort.start) / ring.bandwidth) / 2  # of an all-reduce
+                half = (ring.latency + (cohort.stop - cohort.start) / ring.bandwidth) / 2  # of an all-reduce's time
                 cohort_tasks.insert(0, Task("reduce-scatter", "copy", half, channel))
                 cohort_tasks.append(Task("all-gather", "copy", half, channel))
             first, *rest = cohort_tasks

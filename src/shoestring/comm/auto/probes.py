@@ -36,8 +36,8 @@ def time_codec(
 ) -> CodecTiming:
     """Time the codec's own computation on copies of `grads`: the median of `repeats` exchanges after one warm-up.
 
-    No network is used: answers are computed as if all ranks had sent the same data. Because codecs may alternate
-    between two kinds of steps, the bytes are the mean of two steps, and `repeats` should be even.
+    No network is used: the results of collectives are computed as if all ranks had sent the same data. Because codecs
+    may alternate between two kinds of steps, the bytes are the mean of two steps, and `repeats` should be even.
     """
     codec, device = make(), next(iter(grads.values())).device
     times: list[list[float]] = []
@@ -61,7 +61,7 @@ def _timed(coding: Coding, device: torch.device, seconds: list[float]) -> Coding
         synchronize(device)
         began = time.perf_counter()
         if len(seconds) == 1 and answers is not None:
-            all_finite(answers)  # `Wire.run` also makes this check of the first answers, so its time counts
+            all_finite(answers)  # `Wire.run` checks the first stage's results too, so the check's time counts
         requests = advance(coding, answers)
         synchronize(device)
         seconds.append(time.perf_counter() - began)
@@ -102,7 +102,7 @@ def measure_slowdown(
 
 
 def solve_slowdown(one: float, other: float, one_beside: float, other_beside: float) -> dict[str, float]:
-    """Compute the slowdown factors of two kinds of work from their times alone and side by side.
+    """Compute the slowdown factors of two kinds of work, from the time that each takes alone and beside the other.
 
     Both kinds of work begin at the same time and slow down while both run. After the shorter work ends, the rest of the
     longer work runs at full speed.

@@ -4,9 +4,9 @@ Each program processes ROWS buckets. The codes of a bucket take WIDE bytes, of w
 holds the codes of the PER entries w, width + w, …, starting at the lowest bit, in the layout of `bits.pack`. A block of
 entries has the shape (ROWS, PER, WIDE).
 
-`table` (5, tensors + 1), int64, has a column for each tensor: address, address of the residual, size, number of the
-first bucket, and number of the data type. The extra last column of `table` holds the number of used buckets. A launch
-processes the tensors of one data type.
+`table` (5, tensors + 1), int64, has a column for each tensor, with five rows: address of the tensor, address of its
+residual, number of its entries, index of its first bucket, and index of its data type. In the extra last column, row 3
+holds the number of used buckets. A launch processes the tensors of one data type.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def places(WIDE: tl.constexpr, PER: tl.constexpr, width: tl.tensor) -> tuple[tl.
 
 @triton.jit
 def read(
-    column: tl.tensor,  # row of the table with the addresses to read from
+    column: tl.tensor,  # start of the table's row of addresses to read from
     tensor: tl.tensor,
     begin: tl.tensor,
     at: tl.tensor,
@@ -67,8 +67,8 @@ def read(
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Load entries as fp32, with zeros outside the tensor. If all entries are in it and addresses are aligned, a
-    load reads 16 bytes."""
+    """Load entries as fp32, with zeros outside the tensor. If all entries are inside the tensor and addresses are
+    aligned, each load instruction reads 16 bytes."""
     start = tl.load(column + tensor).to(tl.pointer_type(TYPE)) + begin
     where = start[:, None, None] + at
     if ALIGNED:
@@ -287,7 +287,8 @@ def encode_average(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Encode the mean of M over ranks, and write the coding errors. Only the M of this rank is exact, not decoded."""
+    """Encode the mean of M over ranks, and write the coding errors. This rank's M is exact; the M of every other rank
+    is decoded from codes."""
     b = first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
     handled = handled & (b < last)
@@ -355,8 +356,8 @@ def decode(
 ) -> None:
     """If the exchange has succeeded, decode the codes into g, and copy the errors of this rank's own row into e.
 
-    If the exchange failed, set g to NaN, and restore e as it was before `encode`, up to rounding: e + decoded - g.
-    Where the restored value may consist only of rounding error, as it does if gradients have overflowed, set e to 0.
+    If the exchange failed, set g to NaN, and restore e as it was before `encode`, up to rounding: e + decoded - g. Set
+    e to 0 where the restored value is within the rounding error, as it is if gradients have overflowed.
     """
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)

@@ -24,14 +24,15 @@ class BucketRange:
     stop: int
     bucket: int
     pieces: tuple[tuple[int, slice, slice], ...]
-    """One tuple per piece of the range: (index of the tensor, slice of the tensor's entries, slice of the range)."""
+    """One tuple for each tensor with entries in the range: (index of the tensor, slice of the tensor's entries, slice
+    of the range)."""
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Views of the flat tensors' entries in this range, one per piece."""
+        """Views of the flat tensors' entries in this range, one for each of `pieces`."""
         return [flats[index][entries] for index, entries, _ in self.pieces]
 
     def within(self, x: Tensor) -> list[Tensor]:
-        """Views of x (buckets, bucket) at the positions of the pieces, one per piece."""
+        """Views of x (buckets, bucket) at the positions of those entries, one for each of `pieces`."""
         flat = x.view(-1)
         return [flat[where] for _, _, where in self.pieces]
 

@@ -1,7 +1,7 @@
 """Defines codecs: algorithms that average gradients over ranks, written as in their papers, without networking code.
 
 A codec's method `code` is a generator. The generator encodes gradients, yields requests for collectives, receives the
-answers, and decodes them:
+results of the collectives (the answers), and decodes them:
 
     def code(self, grads, context):
         P = {name: M @ self.Q[name] for name, M in grads.items()}
@@ -31,7 +31,7 @@ class Mean:
     """Requests the mean of a tensor over ranks, in the same shape and dtype: fp32, fp16 or bf16. Means in fp16 and bf16
     are rounded as in a ring all-reduce.
 
-    The answer may be the request's own tensor, overwritten.
+    The collective may overwrite the request's own tensor with the mean.
     """
 
     collective: ClassVar[str] = "all-reduce"
@@ -65,7 +65,7 @@ def advance(coding: Coding, answers: list[Tensor] | None = None) -> Sequence[Req
     """Run a codec's generator to its next requests; returns None once it has finished.
 
     Args:
-        answers: one answer for each of the previous requests, in the same order; None starts the generator.
+        answers: results of the previous requests, one for each request, in the same order; None starts the generator.
     """
     try:
         return next(coding) if answers is None else coding.send(answers)
@@ -113,36 +113,40 @@ class Codec(ABC):
             grads: gradients of any shape by parameter name, contiguous, in fp32 or the parameters' type; the same
                 names in the same order on all ranks. The codec may overwrite the gradients from the start.
 
-        Gradients may have no entries, alone or all together; with nothing to send, return without a yield.
+        Some or all of the gradients may have no entries. If no gradient has entries, the generator returns without a
+        yield.
 
-        The caller may close the generator at any yield: at the first one if a gradient of any rank is not finite, at a
-        later one if an answer is too large to decode. When the generator is closed, the codec must restore its state
-        from before the exchange, up to rounding; the simplest way is to change the state only after the last yield.
-        Until the generator is closed, the caller does not change `grads`.
+        The caller may close the generator at any yield: at the first yield if a gradient of any rank is not finite, at
+        a later yield if the result of a collective is too large to decode. When the generator is closed, the codec must
+        restore its state from before the exchange, up to rounding; the simplest way is to change the state only after
+        the last yield. Until the generator is closed, the caller does not change `grads`.
 
-        If a gradient of any rank is non-finite, the first answers must be non-finite on every rank, in a tensor of a
-        floating-point dtype, even if the entry itself is not sent: add `flat.poison` of all entries to a value that is
-        sent. Later floating-point answers must be equal on all ranks.
+        If any rank has a non-finite gradient entry, every rank must receive a non-finite value in a floating-point
+        tensor of the first stage, even if the entry itself is not sent. To ensure this, add `flat.poison` of all
+        entries to a value that is sent. Floating-point tensors that ranks receive in later stages must be equal on all
+        ranks.
         """
 
     def guards(self, grads: Grads) -> bool:
         """Whether `code` itself handles a failed exchange of `grads`, using `context.verdict`.
 
-        If true, the caller does not inspect answers to decide whether to close the generator, so the host need not wait
-        for the device. If the verdict is that the exchange has failed, `code` sets all gradients to NaN and restores
-        the codec's state.
+        If true, the caller does not inspect the results of collectives to decide whether to close the generator, so the
+        host need not wait for the device. If the verdict is that the exchange has failed, `code` sets all gradients to
+        NaN and restores the codec's state.
         """
         return False
 
     @property
     def replays(self) -> bool:
-        """Whether `decode_average` can decode the last stage's answers again. If true, the codec must have no state."""
+        """Whether `decode_average` can decode the results of the last stage's collectives again. If true, the codec
+        must have no state."""
         return False
 
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
-        """Decode the last stage's answers into `grads`, as `code` does at the end.
+        """Decode the results of the last stage's collectives (`answers`) into `grads`, as `code` does at the end.
 
-        May be called only for codecs whose `replays` is true. Answers are not changed, and `context.rank` is not used.
+        May be called only for codecs whose `replays` is true. The method does not change `answers`, and does not use
+        `context.rank`.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot decode the answers again")
 
@@ -160,7 +164,7 @@ class Codec(ABC):
         return [self.get_state(kind, name, grad) for name, grad in grads.items()]
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
-        """Add an average that was not applied to the model back to the residual, on all ranks alike."""
+        """Put an average that was not applied to the model back into the residual; every rank adds the same average."""
         if name in self.state.get("residual", {}):
             self.state["residual"][name].add_(average.view_as(self.state["residual"][name]))
 

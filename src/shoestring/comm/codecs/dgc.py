@@ -23,7 +23,8 @@ class DGCCodec(SparseCodec):
 
     Args:
         density: fraction of entries sent after the warm-up.
-        clip: maximum 2-norm of the gradients, which must all be exchanged together; each of N ranks clips at clip / √N.
+        clip: maximum 2-norm of all gradients; each of N ranks clips at clip / √N. With `clip`, all gradients must be in
+            one exchange.
         masking: set the velocity of sent entries to zero, so that stale momentum does not keep moving them.
         warmup: number of warm-up steps, in five equal stages whose densities fall exponentially: for 0.001 they are
             0.25, 0.063, 0.016, 0.004 and 0.001.
@@ -87,8 +88,8 @@ class DGCCodec(SparseCodec):
         return self.density ** (stage / STAGES)
 
     def _deliver(self, dense: Grads, average: Tensor) -> None:
-        """Update the velocity of uncompressed parameters with their average gradient, and write the resulting step into
-        the gradients."""
+        """Update the velocity of uncompressed parameters with their average gradient, and write the resulting update
+        into the gradients."""
         u = self.flat_state("momentum", dense)
         self._accelerate(u, [u], [average])
         self.unflatten(dense, average.add_(u) if self.nesterov else average.copy_(u))

@@ -1,4 +1,5 @@
-"""Base class of codecs that work on all gradients of an exchange as one flat tensor, and what sparse codecs share."""
+"""Base class of codecs that work on all gradients of an exchange as one flat tensor, and functions that sparse codecs
+share."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class FlatCodec(Codec):
     """
 
     reads_in_place = True
-    """Whether available kernels read gradients in place, instead of a flat copy of the gradients."""
+    """Whether kernels, where available, read gradients in place, without a flat copy of the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,14 +28,15 @@ class FlatCodec(Codec):
         self._buffers: dict[tuple[str, ...], Tensor] = {}
 
     def flatten(self, grads: Grads) -> Tensor:
-        """Copy all entries into one buffer. `unflatten` frees the buffer for reuse; `replace_state` makes the buffer
-        the state."""
+        """Copy the entries of all gradients into one flat buffer. The caller then passes the buffer to `unflatten`,
+        which frees it for reuse, or to `replace_state`, which makes it the state."""
         tensors, buffer = list(grads.values()), self._take_buffer(grads)
         foreach_copy_(split_like(buffer, tensors), tensors)
         return buffer
 
     def _take_buffer(self, grads: Grads) -> Tensor:
-        """An uninitialised fp32 buffer for all entries."""
+        """Take a free flat fp32 buffer for the entries of all gradients, or allocate one; its contents are
+        arbitrary."""
         buffer = self._buffers.pop(tuple(grads), None)
         if buffer is None:
             first, n = next(iter(grads.values())), sum(grad.numel() for grad in grads.values())
@@ -53,7 +55,7 @@ class FlatCodec(Codec):
     def deliver(self, grads: Grads, table: GradTable | None, indices: Tensor, values: Tensor, out: Tensor) -> None:
         """Replace gradients by the sum of all ranks' entries (ranks, k), added in the order of the ranks.
 
-        `out` is overwritten, only at the indices if there is a table, and then freed for reuse as a buffer.
+        `out` is overwritten (with a table, only at the indices), and then freed for reuse as a buffer.
         """
         if table is None:
             self.unflatten(grads, sum_entries(indices, values, out))
@@ -72,7 +74,7 @@ class FlatCodec(Codec):
         states = self.get_states(kind, grads)
         whole, parts = self._flats.get((kind, *grads), (None, []))
         if whole is None or any(state is not part for state, part in zip(states, parts, strict=True)):
-            # Free the flat tensors and buffers of former cohorts that contain any of these parameters.
+            # Free the flat tensors and buffers of earlier sets of gradients that contain any of these parameters.
             for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
                 del self._flats[key]
             for key in [key for key in list(self._buffers) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
@@ -82,7 +84,7 @@ class FlatCodec(Codec):
         return whole
 
     def replace_state(self, kind: str, grads: Grads, whole: Tensor) -> None:
-        """Make views of the flat tensor `whole` the states of one kind."""
+        """Set the states of one kind to views of the flat tensor `whole`."""
         parts = split_like(whole, list(grads.values()))
         self._flats[kind, *grads] = whole, parts
         self.state[kind].update(zip(grads, parts, strict=True))

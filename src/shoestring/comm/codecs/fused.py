@@ -57,7 +57,7 @@ class Taken:
 
     indices: Tensor  # (count,) int64, ascending
     values: Tensor  # (count,)
-    complete: bool  # whether `room` was large enough; if not, both tensors are empty
+    complete: bool  # whether `take_entries` had enough `room`; if not, both tensors are empty
     poison: Tensor  # 0, or NaN if an entry of M was not finite
 
 

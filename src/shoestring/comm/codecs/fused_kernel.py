@@ -1,9 +1,9 @@
 """Triton kernels of `fused` and `grad_table`. Import this module only if Triton is installed.
 
-`table` (4, tensors + 1), int64, has a column for each tensor: address, index of the first entry in the flat vector,
-index of the first block of BLOCK entries, and number of the data type. The extra last column of `table` holds the total
-numbers of entries and of blocks. A launch processes the tensors of one data type. A block has entries of one tensor
-only.
+`table` (4, tensors + 1), int64, has a column for each tensor, with four rows: address of the tensor, index of its first
+entry in the flat vector, index of its first block of BLOCK entries, and index of its data type. In the extra last
+column, rows 1 and 2 hold the total numbers of entries and of blocks. A launch processes the tensors of one data type. A
+block has entries of one tensor only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def last_upto(column: tl.tensor, at: tl.tensor, tensors: tl.tensor, DEPTH: tl.co
 
 @triton.jit
 def read(start: tl.tensor, lane: tl.tensor, inside: tl.tensor, whole: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Load entries as fp32, with zeros outside the tensor. If all entries are in it and addresses are aligned, a
-    load reads 16 bytes."""
+    """Load entries as fp32, with zeros outside the tensor. If all entries are inside the tensor and addresses are
+    aligned, each load instruction reads 16 bytes."""
     where = start + lane
     if ALIGNED:
         if whole:
@@ -116,7 +116,8 @@ def collect(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Collect the marked entries and their ascending indices; each iteration handles the lowest mark of every word."""
+    """Collect the marked entries and their ascending indices; each iteration takes the lowest remaining mark of every
+    32-bit word."""
     b, row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tensors + 1
     there, word = b < blocks, tl.arange(0, WORDS)
     tensor = last_upto(table + 2 * row, b, tensors, DEPTH)

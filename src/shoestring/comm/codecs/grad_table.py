@@ -29,7 +29,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def takes(tensors: Iterable[Tensor]) -> bool:
-    """Whether a `GradTable` can be built of these tensors."""
+    """Whether a `GradTable` can be built from these tensors."""
     return all(tensor.dtype in KINDS and tensor.is_contiguous() and has_kernels(tensor.device) for tensor in tensors)
 
 

@@ -2,11 +2,12 @@
 
 `quantize.Buckets` describes the operations. Encoding already updates the residuals (unlike on a CPU), while gradients
 stay unchanged until decoding; a failed exchange is undone from the codes that were sent. Memory traffic in bytes per
-entry, for gradients of g bytes, codes of c = bits / 8 bytes and N ranks (the 4 bytes of a bucket's scale are not
-counted):
+entry, for gradients of g bytes per entry, codes of c = bits / 8 bytes per entry and N ranks (the 4 bytes of a bucket's
+scale are not counted):
 
 - encoding: g + 4 bytes are read and 4 + c written; without error feedback, g bytes are read and c written;
-- averaging (one entry in N): g + 4 + (N - 1) c bytes are read and 4 + c written; `measure` also reads g + 4 bytes;
+- averaging (one entry in N per rank): g + 4 + (N - 1) c bytes are read and 4 + c written; `measure` also reads g + 4
+  bytes;
 - decoding: c bytes are read and g written; one residual in N is copied (8 bytes).
 """
 
@@ -59,12 +60,12 @@ class KernelBuckets:
         self.errors: Tensor | None = None
 
     def measure(self, row: int, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         self.row = row
         self._encode(slice(row, row + 1), scales, scales, measure=True)
 
     def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         if len(codes):
             self._encode(rows, codes, scales, measure=False)
 
@@ -79,7 +80,7 @@ class KernelBuckets:
         )
 
     def encode_average(self, row: int, sent: Tensor, sent_scales: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         from shoestring.comm.codecs import bucket_kernel
 
         first = row * self.layout.buckets
@@ -106,15 +107,15 @@ class KernelBuckets:
         )
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         self.sent = (codes, scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         self._decode(codes, scales, self.verdict.flag(self.layout.device))
 
     def give_up(self) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         assert self.sent is not None
         self._decode(*self.sent, torch.zeros(1, dtype=torch.uint8, device=self.layout.device))
 

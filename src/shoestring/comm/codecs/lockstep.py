@@ -47,8 +47,8 @@ def run_alone(coding: Coding, ranks: int) -> WireBytes:
 
 
 def _drive(codings: Sequence[Coding], respond: Respond) -> WireBytes:
-    """Run the ranks' generators in lockstep; `respond` computes a list of answers for each rank from all ranks'
-    requests."""
+    """Run the ranks' generators in lockstep; `respond` computes the results for each rank from the requests of all
+    ranks."""
     sent = WireBytes()
     requests = [advance(coding) for coding in codings]
     while requests[0] is not None:
@@ -59,7 +59,7 @@ def _drive(codings: Sequence[Coding], respond: Respond) -> WireBytes:
 
 
 def answer_all(requests: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
-    """Carry out the requests of all ranks. Returns a list of answers for each rank, in the order of the rank's
+    """Carry out the requests of all ranks. Returns a list of results for each rank, in the order of the rank's
     requests."""
     answers: list[list[Tensor]] = [[] for _ in requests]
     for same in zip(*requests, strict=True):

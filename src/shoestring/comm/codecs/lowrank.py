@@ -54,7 +54,7 @@ class MatrixBatch:
     residuals: list[Tensor]
     basis: Tensor  # Qᵀ (matrices, r, m) or P (matrices, n, r), a copy
     right: bool
-    table: Tensor | None  # addresses for the kernels; None: torch's operations are used
+    table: Tensor | None  # addresses for the kernels; None if torch's operations are used instead
     form: dict[str, Any]  # constants of the kernels: type and alignment
 
     def __len__(self) -> int:
@@ -204,8 +204,8 @@ def _outer(batch: MatrixBatch, table: Tensor, P: Tensor, Qt: Tensor, *, leaving:
 
 
 def _split(output: int, block: int, summed: int, step: int, matrices: int) -> tuple[int, int, int]:
-    """Divide a product among programs. Returns the number of blocks along the output dimension, and the numbers of
-    steps per program and of programs along the summed dimension."""
+    """Divide a product among programs. Returns three numbers: blocks along the output dimension, and, along the summed
+    dimension, steps per program and programs."""
     blocks, steps = -(-output // block), -(-summed // step)
     # The number of steps is a power of 2, because the kernel is compiled anew for each number of steps.
     steps_each = _power(-(-steps // max(1, PROGRAMS // (blocks * matrices))))

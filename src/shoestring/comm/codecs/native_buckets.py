@@ -73,11 +73,11 @@ class NativeBuckets(LateBuckets):
         )
 
     def measure(self, row: int, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         self._encode(slice(row, row + 1), None, scales)
 
     def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         self._encode(rows, codes, scales)
 
     def _encode(self, rows: slice, codes: Tensor | None, scales: Tensor) -> None:
@@ -86,14 +86,14 @@ class NativeBuckets(LateBuckets):
         self.kernels.encode(*self._args(rows, noise), into, scales.data_ptr(), torch.get_num_threads())
 
     def encode_average(self, row: int, sent: Tensor, sent_scales: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         noise = self._draw(len(codes))
         args = self._args(slice(row, row + 1), noise)
         into = (codes.data_ptr(), scales.data_ptr(), torch.get_num_threads())
         self.kernels.encode_average(*args, *into, self.layout.rows, row, *_rows(sent), *_rows(sent_scales))
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
-        """See `Buckets`."""
+        """See `quantize.Buckets`."""
         size = (self.layout.rows, self.layout.buckets)
         self.kernels.decode(*self._first_args, *size, self.bits, *_rows(codes), *_rows(scales), torch.get_num_threads())
 

@@ -90,7 +90,7 @@ class PowerSGDCodec(Codec):
         mean = [Qt.clone() for Qt in own]  # `own` is needed for this rank's residual
         try:
             yield from average_tensors(mean, [], self.dtype)
-        except GeneratorExit:  # raised if an answer is too large to decode
+        except GeneratorExit:  # raised if a result is too large to decode
             for batch in batches:
                 undo_sum(batch)
             raise
@@ -119,7 +119,7 @@ class PowerSGDCodec(Codec):
                 del self.state[former][name]
 
     def _pays(self, grad: Tensor) -> bool:
-        """Whether the low-rank form is smaller than the gradient by more than the factor `least`."""
+        """Whether the two factors have fewer entries than the gradient by more than the factor `least`."""
         if grad.ndim < 2 or not grad.numel():
             return False
         n = len(grad)

@@ -84,7 +84,7 @@ class ReduceScatterCodec(Codec):
             sent, sent_scales, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
             buckets.encode_average(rank, sent, sent_scales, codes[rank], scales[rank])
             everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
-        except GeneratorExit:  # raised if an answer is not finite, or too large to decode
+        except GeneratorExit:  # raised if a result is not finite, or too large to decode
             buckets.give_up()
             raise
         buckets.decode(*everywhere)
@@ -208,8 +208,8 @@ class TorchBuckets(LateBuckets):
             self._compress(average, part, row, ranks, codes, scales)
 
     def _compress(self, x: Tensor, part: BucketRange, row: int, ranks: int, codes: Tensor, scales: Tensor) -> None:
-        """Store the codes and scales of x (buckets, bucket), and the errors times `ranks`, where x is a mean over
-        `ranks` ranks."""
+        """Encode x (buckets, bucket), a mean over `ranks` ranks; store its codes and scales, and `ranks` times its
+        coding errors."""
         first = row * self.layout.buckets
         block = slice(part.start - first, part.stop - first)
         levels, scale = self.codec.encode(x, self.entries[part.start : part.stop], self.noise)

@@ -1,5 +1,5 @@
-"""Random-k with a shared seed and error feedback (Stich et al., NeurIPS 2018): no indices are sent, so values can be
-all-reduced."""
+"""Random-k with a shared seed and error feedback (Stich et al., NeurIPS 2018): all ranks select the same entries, so no
+indices are sent, and values can be all-reduced."""
 
 from __future__ import annotations
 

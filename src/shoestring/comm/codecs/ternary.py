@@ -1,7 +1,7 @@
 """Computes TernGrad's levels with Triton kernels, which read gradients twice and write them once.
 
-Memory traffic in bytes per entry, for gradients of g bytes and N ranks: measuring reads g; encoding reads g and writes
-1/4; decoding reads N / 4 and writes g. Torch's operations would use five intermediate fp32 tensors.
+Memory traffic in bytes per entry, for gradients of g bytes per entry and N ranks: measuring reads g; encoding reads g
+and writes 1/4; decoding reads N / 4 and writes g. Torch's operations would use five intermediate fp32 tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class TernaryEntries:
         self.table = EntryTable(self.layout, flats, [], BITS)
 
     def scales(self, clip: float) -> Tensor:
-        """The largest magnitude of each tensor, limited to `clip` standard deviations; (tensors,) in fp32."""
+        """The largest magnitude of each tensor, limited to `clip` times the tensor's root mean square; (tensors,) in
+        fp32."""
         from shoestring.comm.codecs import ternary_kernel
 
         tensors, buckets = len(self.layout.sizes), self.layout.buckets
@@ -40,8 +41,8 @@ class TernaryEntries:
         return scales
 
     def encode(self, scales: Tensor, seed: int) -> Tensor:
-        """Encode the entries to levels by stochastic rounding with noise from `seed`; returns codes (buckets,
-        bytes)."""
+        """Quantise the entries to levels -1, 0 and 1 by stochastic rounding with noise from `seed`; returns codes
+        (buckets, bytes)."""
         from shoestring.comm.codecs import ternary_kernel
 
         buckets = self.layout.buckets
@@ -51,7 +52,7 @@ class TernaryEntries:
         return codes
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
-        """Replace the gradients by the mean over ranks of the decoded codes (ranks, buckets, bytes)."""
+        """Decode the codes (ranks, buckets, bytes) of all ranks, and replace the gradients by the mean over ranks."""
         from shoestring.comm.codecs import ternary_kernel
 
         buckets = self.layout.buckets

@@ -29,8 +29,8 @@ def measure(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Compute the sum of squares and the largest magnitude of each bucket's entries; non-finite entries make them
-    non-finite."""
+    """Compute the sum of squares and the largest magnitude of each bucket's entries; both are non-finite if an entry
+    is."""
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
     handled = handled & (b < buckets)

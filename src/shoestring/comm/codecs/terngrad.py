@@ -22,8 +22,8 @@ class TernGradCodec(Codec):
     state.
 
     The estimate is unbiased except for clipping, so there is no residual. Entries are clipped at s, the maximum over
-    ranks of min(max |g|, 2.5 σ). The paper clips at each rank's own bound; this only adds bias, because all ranks use
-    the same scale.
+    ranks of min(max |g|, 2.5 σ). The paper clips the entries of each rank at the rank's own bound, which only adds
+    bias, because all ranks use the same scale.
 
     Args:
         clip: clipping bound as a multiple of σ, the root mean square. (The standard deviation about the mean would clip

@@ -56,7 +56,7 @@ class SparseCodec(FlatCodec):
         """Build M, the sum of `terms`, in `terms.g`, and select the entries of M to send.
 
         Args:
-            sizes: number of entries of each parameter, for `per_layer`.
+            sizes: number of entries of each parameter; used only with `per_layer`.
 
         Returns:
             Ascending indices (k,), and values (k,), which are non-finite if any entry of M is non-finite. k is the same
@@ -83,8 +83,8 @@ class SparseCodec(FlatCodec):
         return [AllGather(tensor) for tensor in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
 
     def decode(self, answers: Sequence[Tensor], k: int, n: int) -> tuple[Tensor, Tensor]:
-        """Decode the entries of all ranks: indices below n, and values divided by the number of ranks; (ranks, k)
-        each."""
+        """Decode the entries of all ranks; returns indices below n, and values divided by the number of ranks, both
+        (ranks, k)."""
         values = decode_values(answers[1:], self.wire, k)
         return decode_indices(answers[0], k, n), values / len(values)
 
@@ -108,11 +108,12 @@ class TopKCodec(SparseCodec):
 
 
 def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Tensor, Tensor]:
-    """Build a sum and select k of its entries, by the one-pass kernel if available; returns ascending indices and
-    values (k,)."""
+    """Build M, the sum of `terms`, in `terms.g`, and select k of its entries, by the one-pass kernel if available;
+    returns ascending indices (k,) and values (k,)."""
     n = len(terms)
     if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
-        exact = selection == "exact"  # if exact, too low a threshold costs little, too high a threshold another pass
+        exact = selection == "exact"
+        # For an exact selection, a threshold that is too low costs little; one that is too high costs another pass.
         threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k, sigmas=4 if exact else 1.5)
         if exact:
             threshold = threshold.nextafter(threshold.new_zeros(()))  # include entries equal to the threshold
@@ -137,8 +138,8 @@ def select_exact(x: Tensor, k: int) -> Tensor:
 
 
 def select_sampled(x: Tensor, k: int) -> Tensor:
-    """Of the entries above a sampled threshold, select k evenly spaced entries; if there are more than 1.3 k, select
-    the k largest."""
+    """Select k evenly spaced entries of those above a sampled threshold; if more than 1.3 k entries are above it,
+    select the k largest."""
     if 4 * k > len(x):
         return select_exact(x, k)
     hits = _candidates(x, k)
@@ -203,8 +204,8 @@ def _candidates(x: Tensor, k: int) -> Tensor:
 
 
 def _stride(n: int, k: int) -> int:
-    """Stride of the sample for selecting k of n entries; odd, so that all columns of rows of even length are
-    sampled."""
+    """Stride of the sample from which a threshold for k of n entries is estimated; odd, so that the sample covers all
+    columns of a matrix whose row length is a power of 2."""
     return max(1, k // RANK, n // SAMPLES) | 1
 
 

@@ -1,4 +1,4 @@
-"""Tells codecs whether an exchange succeeds, by a flag on the device that the host never reads."""
+"""Tells codecs whether an exchange succeeds, by a flag that stays on the device and that the host never reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class ExchangeVerdict:
-    """Whether all answers so far are finite and can be decoded; equal on all ranks.
+    """Whether all results of the exchange's collectives so far are finite and can be decoded; equal on all ranks.
 
-    A caller that does not wait for the device sets `fine` before it sends a stage's answers to the codec's generator.
+    A caller that does not wait for the device sets `fine` before it sends the results of a stage to the codec's
+    generator.
     """
 
     fine: Tensor | None = None

@@ -34,7 +34,8 @@ class Wrapper(Codec):
 
 
 def run_together(codings: Sequence[Coding]) -> Coding:
-    """Run several codecs' generators as one generator, which yields the requests of all of them stage by stage."""
+    """Run several codecs' generators as one generator, each of whose yields joins the requests of all generators in one
+    stage."""
     try:
         requests: list[Sequence[Request] | None] = [advance(coding) for coding in codings]
         while any(own is not None for own in requests):

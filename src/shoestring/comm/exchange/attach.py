@@ -82,7 +82,7 @@ def install(attachments: Attachments, settings: Exchange) -> None:
 def _skip_together(attachments: Attachments) -> None:
     """Make all ranks skip an optimizer step and its exchange if the loss scaler of any rank finds an overflow.
 
-    DDP does not need this, because all ranks then unscale the same averaged gradients.
+    With DDP this is not needed, because all ranks unscale the same averaged gradients.
     """
     group = attachments.world.group(attachments.replicas)
     if group is None or not attachments.scaler.is_enabled():
@@ -100,14 +100,14 @@ def _skip_together(attachments: Attachments) -> None:
 
 
 def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: ExchangeState, name: str) -> None:
-    """Exchange the gradients of `tensors`. Parameters that a rank did not use, or has frozen since then, get zero
-    gradients.
+    """Exchange the gradients of `tensors`. For parameters that this rank did not use in this step, or that are frozen
+    now, zeros are exchanged.
 
-    So all ranks exchange the gradients of the same parameters. The average of a frozen parameter is added to the
-    residual. In a replayed step nothing is exchanged, because the gradients are already averages.
+    So all ranks exchange the gradients of the same parameters. The average gradient of a frozen parameter is added to
+    the residual. In a replayed step nothing is exchanged, because the gradients are already averages.
 
     Raises:
-        ConfigError: a parameter is trained now that was frozen or missing when the exchange was attached, or a
+        ConfigError: a parameter is trained now, but was frozen or missing when the exchange was attached; or a
             parameter was removed.
     """
     if state.replaying:

@@ -1,14 +1,15 @@
 """Decides which gradients are exchanged together, and when (after HiPress's coordinator, Bai et al., SOSP 2021).
 
-All parameters are divided into `parts` cohorts of about the same number of bytes, in the usual order in which a
-backward pass computes gradients. All data that a cohort sends in one stage are sent at once, so the number of
-collectives is parts x stages for any number of parameters and DDP buckets. Cohorts do not depend on the buckets,
-because DDP rebuilds its buckets after the first step of every launch.
+A cohort is a set of parameters whose gradients are exchanged together. All parameters are divided into `parts` cohorts
+of about the same number of bytes, in the usual order in which a backward pass computes gradients. All data that a
+cohort sends in one stage are sent at once, so the number of collectives is parts x stages for any number of parameters
+and DDP buckets. Cohorts do not depend on the buckets, because DDP rebuilds its buckets after the first step of every
+launch.
 
 Each of the n channels has its own process groups, and handles every n-th cohort from start to end. A single thread per
-channel starts all of the channel's collectives. DDP passes on gradients in the same order on all ranks, so cohorts are
-completed and collectives are started in the same order too, however fast a rank is. (Torch's PowerSGD hook issues
-collectives from completion threads, in an order that depends on speed, and aborts on Gloo with several buckets.)
+channel starts all of the channel's collectives. DDP calls its hook for the buckets in the same order on all ranks. So
+all ranks complete cohorts and start collectives in the same order too, however fast a rank is. (Torch's PowerSGD hook
+issues collectives from completion threads, in an order that depends on speed, and aborts on Gloo with several buckets.)
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Cohort:
     grads: Grads = field(default_factory=dict)
     after: list[After] = field(default_factory=list)
     averaged: bool | Tensor = False  # after the exchange: whether all ranks' gradients were finite
-    keeps: bool = False  # whether to store the last stage's answers in `answers`
+    keeps: bool = False  # whether to store the results of the last stage in `answers`
     answers: list[Tensor] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -53,10 +54,10 @@ class Cohort:
 class Channel:
     """Exchanges cohorts over one route, in the order of submission, on its own threads.
 
-    While a second thread waits for the last answers of a cohort and decodes them, the first thread encodes the next
-    cohort and starts its first collectives. The first thread starts all collectives, cohort by cohort and stage by
-    stage, so their order is the same on all ranks, whether a rank overlaps two cohorts or not. At most two cohorts are
-    in progress at a time, to limit memory.
+    While a second thread waits for the last collectives of a cohort and decodes their results, the first thread encodes
+    the next cohort and starts its first collectives. The first thread starts all collectives, cohort by cohort and
+    stage by stage, so their order is the same on all ranks, whether a rank overlaps two cohorts or not. At most two
+    cohorts are in progress at a time, to limit memory.
 
     On an accelerator there is only one thread, which does not wait for the device. Without threads, the caller of
     `submit` runs the exchange itself: with one cohort per step there is nothing to overlap.
@@ -113,7 +114,7 @@ class Channel:
         error = None
         try:
             with naming_failures(str(cohort)):
-                # Without the loss scale, which may change while residuals are stored.
+                # Gradients are exchanged without the loss scale, because it may change while residuals are stored.
                 scale, grads = self.scale(), list(cohort.grads.values())
                 if scale != 1:
                     foreach_mul_(grads, 1 / scale)
@@ -156,7 +157,7 @@ class Coordinator:
         self.channels = [Channel(route, codec, device, scale, threaded=threaded) for route in routes]
         self.round = 0
         self.exposed = 0.0  # seconds that training has waited for the newest round
-        self.keeps = False  # whether to store a round's last answers, for replay, until the next round
+        self.keeps = False  # whether to store a round's last results, for replay, until the next round
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
         self._open: dict[int, Cohort] = {}
         self._running: list[WorkerTask[None]] = []
@@ -227,14 +228,14 @@ class Coordinator:
             self.codec.return_to_residual(name, self.channels[0].route.own(average / self.scale()))
 
     def answers(self) -> list[list[Tensor]] | None:
-        """The last answers of each cohort, from which the newest round was decoded; None if a gradient was not
-        finite."""
+        """The results of each cohort's last stage, from which the averages of the newest round were decoded; None if a
+        gradient was not finite."""
         newest = [self._newest[part] for part in range(len(self.cohorts)) if part in self._newest]
         whole = len(newest) == len(self.cohorts) and all(cohort.averaged for cohort in newest)
         return [cohort.answers for cohort in newest] if whole else None
 
     def decode(self, grads: Grads, answers: Sequence[Sequence[Tensor]]) -> None:
-        """Decode the averages of a round from its answers into `grads`, and count the round as done."""
+        """Decode the averages of a round from the results in `answers` into `grads`, and count the round as done."""
         for names, cohort_answers in zip(self.cohorts, answers, strict=True):
             context = ExchangeContext(0, self.channels[0].route.size, self.round)
             self.codec.decode_average({name: grads[name] for name in names}, cohort_answers, context)
@@ -277,7 +278,7 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def refuse_added(name: str, added: Sequence[str]) -> None:
-    """Raise ConfigError if there are parameters (`added`) that were not trained yet when the feature `name` was
+    """Raise ConfigError if there are any parameters in `added`: they were not trained yet when the feature `name` was
     attached."""
     if added:
         raise ConfigError(

@@ -41,7 +41,7 @@ class HookState:
     """State of the communication hook of one DDP model.
 
     Args:
-        part: bytes of one cohort of the step's gradients.
+        part: bytes of the gradients in one cohort.
     """
 
     def __init__(self, coordinator: Coordinator, model: DistributedDataParallel, part: int) -> None:

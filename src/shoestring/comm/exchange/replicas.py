@@ -1,4 +1,4 @@
-"""Local shards of parameters, and the broadcast after which all ranks have the same initial weights."""
+"""Broadcasts the first rank's weights, so that all ranks have the same initial weights."""
 
 from __future__ import annotations
 

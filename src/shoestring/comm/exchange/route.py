@@ -64,7 +64,7 @@ class Route:
 
     @property
     def overlaps(self) -> bool:
-        """Whether an exchange may begin while the previous exchange waits for its last answers; true if a single
+        """Whether an exchange may begin while the previous exchange waits for its last collectives; true if a single
         process group runs all collectives."""
         return self.shards is None
 

@@ -52,12 +52,13 @@ class ExchangeState:
         return f"{self.settings} {self.coordinator.channels[0].route.size} {self.coordinator.cohorts}"
 
     def keep_averages(self) -> None:
-        """From now on, store the answers of a step, from which its averages can be decoded, until the next step."""
+        """From now on, store the results of each step's last collectives until the next step; the step's averages can
+        be decoded from them again."""
         self.coordinator.keeps = True
 
     def averages(self) -> list[list[Tensor]] | None:
-        """The answers from which the newest averages were decoded, equal on all ranks; None if the averages are not
-        finite.
+        """The results of collectives from which the newest averages were decoded, equal on all ranks; None if the
+        averages are not finite.
 
         The returned tensors are never overwritten.
         """
@@ -65,7 +66,7 @@ class ExchangeState:
 
     @contextmanager
     def replayed(self, averages: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Context in which the gradients of all trained parameters are stored averages, and optimizer steps do not
+        """Context in which the trained parameters have the stored `averages` as gradients, and optimizer steps do not
         exchange gradients."""
         grads = {name: torch.empty_like(tensor) for name, tensor in self.attachments.trained.items()}
         flat = {

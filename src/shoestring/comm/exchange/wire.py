@@ -37,8 +37,8 @@ Answer = Callable[[], list[Tensor]]
 Finish = Callable[[], Tensor | None]
 Stages = Generator[bool, None, bool | Tensor]
 SMALL = 2**19  # bytes below which a message is latency-bound
-FIRST = torch.finfo(torch.float32).max  # bound of first answers; ranks agree only on whether they are finite
-LATER = 2.0**100  # bound of later answers, which are equal on all ranks; decoding them cannot overflow
+FIRST = torch.finfo(torch.float32).max  # bound of a first stage's results; ranks agree only on whether these are finite
+LATER = 2.0**100  # bound of later stages' results, equal on all ranks; decoding values below it cannot overflow
 ALIGNMENT = 16  # in bytes; packed tensors are aligned so that they can be viewed as any dtype
 
 
@@ -54,7 +54,7 @@ class StartedCollective:
         self._finish = finish
 
     def finish(self, ranks: int) -> Tensor | None:
-        """Wait for the collective. Returns a flag (1,), nonzero if the answer is not finite; None if the answer is
+        """Wait for the collective. Returns a flag (1,), nonzero if the result is not finite; None if the result is
         unchecked."""
         with (
             span(self.name, "wire", self.sent) as work,
@@ -65,10 +65,10 @@ class StartedCollective:
 
 
 class Answers(list[Tensor]):
-    """The answers of one stage; some have already been checked for non-finite entries.
+    """The results of one stage's requests; some results have already been checked for non-finite entries.
 
     Args:
-        unchecked: answers that have not been checked.
+        unchecked: results that have not been checked.
         nonfinite: a flag (1,) for each checked collective, nonzero if an entry is not finite.
     """
 
@@ -120,12 +120,13 @@ class Wire:
         """Run one whole exchange, after which `grads` are averages over ranks.
 
         Args:
-            keep: called with the answers of each stage; `Codec.decode_average` takes the answers of the last stage.
+            keep: called with the results of each stage's requests; `Codec.decode_average` takes the results of the last
+                stage.
 
         Returns:
             True; or False, with NaN in all `grads`, if a gradient of any rank was not finite. If the codec handles
-            failures itself (see `Codec.guards`), this is a bool tensor on the device, so that the host does not wait
-            for the device.
+            failures itself (see `Codec.guards`), the value is a bool tensor on the device, so that the host does not
+            wait for the device.
         """
         return exhaust(self.stages(codec, grads, step, sum_over_shards, keep))
 
@@ -141,7 +142,8 @@ class Wire:
         continued in another thread.
 
         Yields:
-            Whether the generator, once continued, will start further collectives while it waits for answers.
+            Whether the generator, once continued, will start further collectives while it waits for the results of this
+            stage.
         """
         guarded = (self.device.type != "cpu" or self.guards_on_cpu) and codec.guards(grads)
         verdict = ExchangeVerdict() if guarded else ALWAYS
@@ -174,7 +176,7 @@ class Wire:
         """Start the collectives of all requests.
 
         Returns:
-            A function that waits for the collectives and returns one answer for each request.
+            A function that waits for the collectives and returns one result for each request.
 
         Both this method and the returned function raise torch's RuntimeError if a rank is lost or late.
         """
@@ -197,7 +199,8 @@ class Wire:
         return wait
 
     def _starts_more(self, requests: Sequence[Request]) -> bool:
-        """Whether waiting for the answers starts further collectives, such as the second half of a small mean."""
+        """Whether waiting for the results of the requests starts further collectives, such as the second all-to-all of
+        a small mean."""
         if self.group is None:
             return False
         nbytes: dict[torch.dtype, int] = {}
@@ -262,13 +265,13 @@ class Wire:
             if not asked:
                 continue
             rows = 1 if kind is AllGather else self.size
-            padded = []  # tensors (rows, bytes), padded so that each answer starts at a multiple of the alignment
+            padded = []  # tensors (rows, bytes), padded so that each result starts at a multiple of ALIGNMENT
             for _, tensor in asked:
                 flat = tensor.contiguous().view(rows, -1)
                 flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(rows, 0, dtype=torch.uint8)
                 padded.append(F.pad(flat, (0, -flat.shape[1] % ALIGNMENT)))
             sent = torch.cat(padded, dim=1)
-            padded.clear()  # frees the copies before memory for the answers is allocated
+            padded.clear()  # frees the copies before memory for the results is allocated
             received = torch.empty(self.size, sent.shape[1], dtype=torch.uint8, device=sent.device)
             start = 0
             for index, tensor in asked:

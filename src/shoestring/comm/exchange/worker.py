@@ -1,4 +1,5 @@
-"""A thread that runs tasks one after the other. Waiting for a task has a timeout, whose error names the task."""
+"""A thread that runs tasks one after the other. Waiting for a task has a timeout; the error after the timeout names the
+task."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ class WorkerTask(Generic[T]):
 class Worker:
     """A thread that runs tasks in the order of their submission, without autograd.
 
-    On a GPU, the worker has its own stream, where each task waits for the work that was queued before the task was
-    submitted. Without a thread, the caller of `submit` runs the task itself.
+    On a GPU, the worker has its own stream, where each task waits for the work that the caller of `submit` had queued
+    on its own stream before. Without a thread, the caller of `submit` runs the task itself.
     """
 
     def __init__(self, name: str, device: torch.device, *, threaded: bool = True) -> None:

@@ -1,10 +1,12 @@
-"""Clients that take turns on a rank: switches the model from one client to the next, and averages what they learnt.
+"""Trains several clients in turn on one rank: switches the model from one client to the next, and averages the clients'
+updates.
 
-A turn begins with the merged weights theta_old, with the client's own private tensors and with a new state of the
-optimizer. At the end of client k's turn, n_k (theta_old - theta_k) is added to a sum. At the end of a round the model
-gets the weighted mean of this rank's clients, and the outer optimizer merges the ranks, each weighed by the sum of its
-n_k. So the result is that of one server that averages all clients, however they are distributed over ranks. Private
-tensors are copied to and from a store of this rank, and are never part of an exchange.
+A turn (the steps that one client trains in a round) begins with the merged weights theta_old, the client's own private
+tensors and a new state of the optimizer. At the end of client k's turn, n_k (theta_old - theta_k) is added to a sum. At
+the end of a round the model gets the weighted mean of this rank's clients, and the outer optimizer merges the ranks,
+each weighed by the sum of its n_k. So the result is the same as if one server averaged all clients, for any
+distribution of the clients over ranks. Private tensors are copied to and from a store of this rank, and are never part
+of an exchange.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ if TYPE_CHECKING:
 
 
 def install(attachments: Attachments, settings: FedAvg) -> None:
-    """Attach the turns of clients and the merges of ranks to a job."""
+    """Attach federated averaging to a job: the turns of this rank's clients, and the merges between ranks."""
     settings.rounds.check_scaler(attachments.scaler, attachments.world)
     outer = OuterOptimizer(attachments, settings.rounds)
     attachments.exits.callback(outer.close)
     turns = ClientTurns(attachments, settings, outer)
     outer.schedule = turns
-    outer.alone = False  # also a single rank merges its clients, and only then has the merged weights
+    outer.alone = False  # a single rank merges its clients too, and has the merged weights only after a merge
     attachments.at(Phase.FORWARD, turns.begin_step)
     attachments.phases[Phase.CLIP].insert(0, outer.before_step)  # inserted first, so that later callbacks see averages
     if settings.proximal:
@@ -64,12 +66,12 @@ class PrivateTensors:
         self.values = self.copy()
 
     def copy(self) -> dict[str, Tensor]:
-        """Copy the model's present values."""
+        """Copy the present values of these tensors from the model."""
         return {name: local_part(tensor).detach().clone() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def put(self, values: dict[str, Tensor]) -> None:
-        """Write values to the model."""
+        """Write values, by name, to these tensors of the model."""
         for name, tensor in self.tensors.items():
             local_part(tensor).copy_(values[name])
 
@@ -93,12 +95,12 @@ class ClientTurns(ClientStates):
         self.steps = settings.every
         self.initial = PrivateTensors(attachments, settings)
         self.stored: dict[str, dict[str, Tensor]] = {}
-        """Private tensors of this rank's clients."""
+        """Private tensors of this rank's clients, by client."""
         self.before = [buffer.clone() for buffer in outer.buffers]
         """Merged buffers at the beginning of the round."""
         self.sums = [torch.zeros_like(tensor) for tensor in self._before]
         self.weight, self.turns = 0.0, 0
-        self.neutral = True  # whether the model is merged and belongs to no client
+        self.neutral = True  # whether the model has the merged weights, and no client's private tensors
         attachments.trace.facts |= dict.fromkeys(("rounds", "client_turns"), 0.0)
         attachments.trace.facts["private_bytes"] = float(sum(value.nbytes for value in self.initial.values.values()))
 
@@ -133,22 +135,24 @@ class ClientTurns(ClientStates):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Called in Phase.FORWARD: in the first step of a turn, give the model to the client.
+        """Called in Phase.FORWARD: in the first step of a turn, load the merged weights and the client's private
+        tensors into the model, and clear the optimizer's state.
 
         Raises:
-            ConfigError: the loader's turns have another length.
+            ConfigError: the number of steps in the loader's turns is not `every`.
         """
         loader, turn = self._loader, self.turn
         if isinstance(loader, ClientLoader) and loader.steps != self.steps:
             hint = f"give the loader steps={self.steps}"
             message = f"the loader's turns have {loader.steps} steps, and `{self.settings.name}.every` is {self.steps}"
             raise ConfigError(message, hint=hint)
-        if self.outer.equal:  # before the first step: a program may have changed the weights since
+        if self.outer.equal:  # before the first step: a program may have changed the weights after `install`
             self.initial.values = self.initial.copy()
             for fragment in self.outer.fragments:
                 fragment.rebase()
             self._keep_buffers()
-            self.stored = {client: self.initial.copy() for client in self.clients}  # so that its size does not change
+            # All clients are stored at once, so that the saved state keeps its size.
+            self.stored = {client: self.initial.copy() for client in self.clients}
         if turn.opens:
             self._clear_sums()
         if turn.first or self.neutral:
@@ -160,7 +164,7 @@ class ClientTurns(ClientStates):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Called in Phase.CLIP: add `proximal` times the distance to the merged weights to the gradients."""
+        """Called in Phase.CLIP: add `proximal` times (weights - merged weights) to the gradients."""
         for fragment in self.outer.fragments:
             anchors = split_like(fragment.anchor, fragment.weights)
             for parameter, weight, anchor in zip(fragment.parameters.values(), fragment.weights, anchors, strict=True):
@@ -170,8 +174,8 @@ class ClientTurns(ClientStates):
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Called in Phase.OUTER before the merge: in the last step of a turn, take what the client has learnt; in the
-        last step of a round, give the model the mean of this rank's clients."""
+        """Called in Phase.OUTER before the merge: in the last step of a turn, add the client's update to the sums; in
+        the last step of a round, set the model to the mean of this rank's clients."""
         turn, ends = self.turn, self.attachments.progress.last
         if (turn.last or ends) and turn.client:
             weight = float(turn.samples) if self.settings.client_weights == "samples" else 1.0
@@ -193,8 +197,8 @@ class ClientTurns(ClientStates):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Called in Phase.OUTER after the merge: what stays with clients gets its initial values, so that all ranks
-        have equal models."""
+        """Called in Phase.OUTER after the merge: set private tensors to their initial values, so that all ranks have
+        equal models."""
         if self.turn.closes or self.attachments.progress.last:
             self._keep_buffers()
             self._clear_sums()
@@ -205,17 +209,17 @@ class ClientTurns(ClientStates):
 
     @property
     def _before(self) -> list[Tensor]:
-        """The merged weights, flat, and the merged buffers, with which turns of the round begin."""
+        """The merged weights (flat) and the merged buffers, with which every turn of the round begins."""
         return [*(fragment.anchor for fragment in self.outer.fragments), *self.before]
 
     @torch.no_grad()
     def _now(self) -> list[Tensor]:
-        """The same tensors of the model, copied."""
+        """Copies of the model's present weights (flat) and buffers, in the order of `_before`."""
         return [*(fragment.flat() for fragment in self.outer.fragments), *(b.clone() for b in self.outer.buffers)]
 
     @torch.no_grad()
     def _put(self, tensors: Sequence[Tensor]) -> None:
-        """Write tensors like those of `_now` to the model."""
+        """Write weights (flat) and buffers, in the order of `_before`, to the model."""
         count = len(self.outer.fragments)
         for fragment, flat in zip(self.outer.fragments, tensors[:count], strict=True):
             unflatten(flat, fragment.weights)
@@ -223,7 +227,8 @@ class ClientTurns(ClientStates):
             foreach_copy_(self.outer.buffers, list(tensors[count:]))
 
     def _finish_copies(self) -> None:
-        """Wait for checkpoints that copy weights until the optimizer's step, because they change sooner here."""
+        """Wait until checkpoints have copied the weights. Checkpoints may copy until the optimizer's step, but clients
+        change the weights before it."""
         self.attachments.wait_for_readers()
 
     def _keep_buffers(self) -> None:
@@ -237,7 +242,7 @@ class ClientTurns(ClientStates):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Context in which the model has the merged weights, and initial values of what stays with clients."""
+        """Context in which the model has the merged weights, and the initial values of the private tensors."""
         self._finish_copies()
         now, private = self._now(), self.initial.copy()
         self._put(self._before)
@@ -274,7 +279,8 @@ class ClientTurns(ClientStates):
         self.neutral = bool(state_dict["neutral"])
 
     def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """The state of this rank from those of another number of ranks: its clients' private tensors."""
+        """Build this rank's state from the states of another number of ranks; it has the private tensors of this rank's
+        clients."""
         everything = {client: values for state in states for client, values in state["private"].items()}
         own = {client: everything[client] for client in self.clients if client in everything}
         return {**states[0], "private": own, "weight": 0.0, "turns": 0}

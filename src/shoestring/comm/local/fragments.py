@@ -36,7 +36,8 @@ def assign_fragments(model: nn.Module, count: int, layout: str) -> list[list[str
 
 
 class Fragment:
-    """Parameters that replicas merge at the same time, with the outer optimizer's copy of this rank's shards of them.
+    """Parameters that replicas merge at the same time, and the outer optimizer's copy of this rank's shards of these
+    parameters.
 
     Args:
         momentum: whether the outer optimizer has a velocity.

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 LOWER = "the last checkpoint is usable; resume with a lower learning rate or with [optim.clip]"
 
 # Columns of the status row that every rank sends with each exchange: vote to stop; step of a non-finite loss, or 0;
-# whether the tensors sent have non-finite entries; target tokens since the previous row; weight of what is sent: target
-# tokens of the step whose gradients are sent, or what a merge weighs this rank by.
+# whether the tensors sent have non-finite entries; target tokens since the previous row; weight of the tensors sent:
+# for gradients, the step's number of target tokens; for a merge, this rank's weight.
 ASKED, FAILED, BROKEN, TOKENS, WEIGHT = range(5)
 
 
@@ -164,7 +164,7 @@ class OuterOptimizer:
 
     def refuse(self, error: NonFiniteError) -> None:
         """Record a non-finite loss. Training continues without optimizer steps until the next merge, where all ranks
-        raise."""
+        raise an error."""
         if self.error is None:
             self.error, self.failed = error, self.attachments.progress.step + 1
 
@@ -182,8 +182,8 @@ class OuterOptimizer:
         Raises:
             ConfigError: a parameter that was frozen or missing when the feature was attached is trained now.
         """
-        # The estimate changes the moments, so it is appended only here, to run after checkpoints have copied the
-        # moments.
+        # The estimate changes the moments, so it must run after checkpoints have copied them. It is appended here,
+        # because the callback of checkpoints may be registered after `install`.
         waits = self.attachments.phases[Phase.WAIT]
         if self.moments is not None and self.estimate_moments not in waits:
             waits.append(self.estimate_moments)
@@ -200,7 +200,7 @@ class OuterOptimizer:
                 for fragment, flat in zip(self.fragments, flats, strict=True):
                     grads |= fragment.split_named(flat)
                 row = self._status_row(flats)
-                unread = self.attachments.progress.unread  # on an accelerator
+                unread = self.attachments.progress.unread  # counts of this step, on an accelerator
                 row[WEIGHT] = self.attachments.progress.tokens - self.tokens_before if unread is None else unread[1]
                 status = self.channel.send([(self.gradient_codec, grads)], row, self.attachments.progress.step + 1)
                 with self.metrics.exposed():
@@ -248,8 +248,9 @@ class OuterOptimizer:
         If replicas are equal already, only buffers are averaged.
 
         Args:
-            late: fragments whose earlier exchange has ended with an outer step just now. The steps since that exchange
-                began are averaged without the outer optimizer, because the outer velocity must not be applied twice.
+            late: fragments whose exchange began at an earlier step, and has just ended with an outer step. The steps
+                since that exchange began are averaged without the outer optimizer, because the outer velocity must not
+                be applied twice.
             merged: fragments that were sent and merged at this step.
         """
         late = [*late, *self._finish(self.pending)]

@@ -57,8 +57,8 @@ def let_replicas_differ(attachments: Attachments, over: Sequence[str]) -> None:
     replicas, replica = attachments.world.ranks_over(over), attachments.world.index_over(over)
 
     def take_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Choose the state of one former rank: the same state for all ranks of a replica, but different states for
-        replicas."""
+        """Choose the state of one former rank: the same state for all ranks of one replica, and different states for
+        different replicas."""
         return states[replica * len(states) // replicas]
 
     def take_first(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def choose_fitting(order: Iterable[int], layers: Layers, *, patience: float) -> 
 
 @dataclass
 class _StepChoice:
-    """The layers chosen in one step. The choice is stored in the state only after the last answers, because an exchange
+    """The layers chosen in one step. The choice is stored in the state only after the last stage, because an exchange
     may fail."""
 
     step: int

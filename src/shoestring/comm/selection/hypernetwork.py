@@ -92,8 +92,8 @@ class Hypernetwork(Selector):
         }
 
     def _learn(self, net: Weights, layers: Layers) -> Weights:
-        """Take a few steps of gradient ascent on J for the second-newest choice; the newest exchange has measured its
-        values v."""
+        """Take a few steps of gradient ascent on J for the second-newest choice, whose values v the newest exchange has
+        measured."""
         v = layers.gain
         worth = v / max(float(np.abs(v).sum()), 1e-300) - net["price"] * layers.price / layers.price.sum()
         X, weights = net["recent"][0], {"W": net["W"], "w": net["w"]}

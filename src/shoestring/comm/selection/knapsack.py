@@ -54,7 +54,7 @@ class GainKnapsack(Selector):
         known = {name: note.cpu().numpy() for name, note in notes.items()}
         rate, earlier = layers.gradient, held
         if known and len(known["rate"]) == len(held):
-            before, earlier = known["held"]  # at the choice whose `gain` is now known, and at the choice after it
+            before, earlier = known["held"]  # at the choice to which `gain` belongs, and at the next choice
             rate = self.memory * known["rate"] + (1 - self.memory) * layers.gain / before
         least = self.least * (np.abs(rate) / layers.price).mean() * layers.price
         u = np.maximum(rate, least) * held

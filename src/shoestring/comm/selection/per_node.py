@@ -82,8 +82,8 @@ class Union:
 
 
 class PerNodeCodec(Codec):
-    """Averages the layers that ranks have chosen. A rank adds the gradients of the layers that it has not chosen to its
-    residual.
+    """Averages the layers that ranks have chosen. A rank adds to its residual the gradients of the layers that it has
+    not chosen.
 
     State: "residual"; "delivered", the entries that this rank sent; "seen", data about this rank's pieces; "notes" of
     the selector; and "carried", the unused bytes. Only "carried" is equal on all ranks.
@@ -121,7 +121,8 @@ class PerNodeCodec(Codec):
         if union.total:
             rows = torch.cat([norm.new_empty(ranks, 0), *(piece.shards(M, ranks) for piece in own)], dim=1)
             rows = F.pad(rows, (0, union.longest - rows.shape[1])).to(self.dtype)
-            # Sent as bytes, because floating-point answers must be equal on all ranks (see `Codec.code`).
+            # Sent as bytes, because floating-point tensors that ranks receive must be equal on all ranks (see
+            # `Codec.code`).
             (received,) = yield [AllToAll(rows.view(torch.uint8))]
             mean = _sum(received.view(self.dtype), union) / ranks
             rounded = mean.to(self.dtype)

@@ -63,7 +63,7 @@ class FedAvg(ForClients, Feature):
 
     @cached_property
     def rounds(self) -> ClientRounds:
-        """The local steps with which the ranks are merged."""
+        """Settings of the local steps that merge the ranks."""
         return ClientRounds(feature=self, every=self.every, replica="rank")
 
     @property
@@ -108,7 +108,7 @@ class FedAvg(ForClients, Feature):
             install(attachments, self)
 
     def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The merged weights, with the initial values of what stays with clients."""
+        """Return the merged weights; parameters and buffers that stay with clients have their initial values."""
         merged = {**states.get("outer", {}).get("anchor", {}), **states.get("initial", {})}
         changed = {name: merged[name].to(weights[name].dtype) for name in weights.keys() & merged.keys()}
         return weights | changed

@@ -292,8 +292,8 @@ class DiLoCo(Averaging):
 class SparseLoCo(LocalSteps):
     """Local steps whose exchanges send only the top k entries of each chunk, at 2 bits, with error feedback.
 
-    Sarfi et al., 2025 (arXiv 2508.15706). By default 1 in 64 entries is sent, with 10.5 bits: 195 times less than all
-    entries in fp32.
+    Sarfi et al., 2025 (arXiv 2508.15706). By default 1 in 64 entries is sent, with 10.5 bits per sent entry: 1/195 of
+    the bytes of all entries in fp32.
     """
 
     every: int = 30

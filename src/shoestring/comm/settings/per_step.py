@@ -159,8 +159,8 @@ class TernGrad(Exchange):
     """Gradients of three levels, -1, 0 and 1 times a scale (Wen et al., 2017): 2 bits per entry, without a residual."""
 
     clip_sigmas: float = 2.5
-    """Magnitude at which entries are clipped, in standard deviations of the tensor. A larger value clips less and adds
-    more noise."""
+    """Magnitude at which entries are clipped, in root mean squares of the tensor's entries (their standard deviation if
+    their mean is 0). A larger value clips less and adds more noise."""
     reduce_scatter: bool = False
     """Whether each rank sums one shard and the sums are all-gathered, instead of the entries of all ranks. A
     reduce-scatter needs one more collective, but the bytes do not grow with the number of ranks; from three ranks on,

@@ -42,7 +42,7 @@ class TenantRecord:
     """Pending requests of the tenant, by name of the lease."""
 
     @cached_property
-    def unused(self) -> int:
+    def expected(self) -> int:
         """Resident bytes that the process is expected to reach: its recent peak plus its leases, without
         `elsewhere`."""
         return self.working + sum(lease.nbytes for lease in self.leases.values()) - self.elsewhere

@@ -74,7 +74,7 @@ def survey(seen: Iterable[Seen], bounds: Iterable[Bound], terms: Terms, sights: 
     now, user, tenants = sights.clock(), os.geteuid(), []
     for tenant, owner, record in known:
         in_memory = sights.resident(tenant)
-        untouched = record.unused - (record.resident if in_memory is None else in_memory)
+        untouched = record.expected - (record.resident if in_memory is None else in_memory)
         for bound in record.bounds & room.keys():
             room[bound] -= max(0, untouched if owner == user else min(untouched, totals[bound] // len(users)))
         wants = {name: want for name, want in record.wants.items() if now - LASTS < want.at <= now}
@@ -208,7 +208,7 @@ class BrokeredMemory(HostMemory):
         now = self.sights.clock()
         record = self._measured(now)
         rung, due = ledger.rung(), now - self._surveyed >= _SURVEY
-        changed = self._unwritten or abs(record.unused - self._record.unused) > _NOTABLE
+        changed = self._unwritten or abs(record.expected - self._record.expected) > _NOTABLE
         if rung == self._rung and not due and not changed:
             return
         self._rung, self._surveyed = rung, now
@@ -245,7 +245,7 @@ class BrokeredMemory(HostMemory):
             return priority is Priority.REQUIRED or name not in self.called_back
         lease, firm = Lease(nbytes, priority, held.at or began), priority is Priority.REQUIRED
         record = self._measured(began)
-        more -= max(0, record.resident - record.unused)  # resident bytes beyond the record's claim need no room
+        more -= max(0, record.resident - record.expected)  # resident bytes beyond the record's claim need no room
         if more <= 0:
             self.called_back.discard(name)
             self._record_lease(name, lease)
