@@ -67,8 +67,8 @@ class Data:
     the held-out samples. Each client has its own order, position and length, and trains on its rank's share of
     `run.batch` samples a step."""
     absent: float = 0.0
-    """Probability with which a client is absent from a round, drawn by `run.seed`. An absent client is skipped, and
-    continues at its own position in a later round. A larger value makes rounds shorter and less representative."""
+    """Probability with which a client is absent from a round; `run.seed` seeds the draws. An absent client is skipped,
+    and continues at its own position in a later round. A larger value makes rounds shorter and less representative."""
     cache_memory: float = 0.0
     """GiB of memory for the samples of a data set of your own that is slow to read, shared by the ranks of a host."""
     cache_disk: float = 0.0

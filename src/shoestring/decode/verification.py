@@ -97,7 +97,7 @@ def _following(p: Tensor, q: Tensor, accepted: int, support: float) -> Tensor:
         return p[accepted]
     residual = _excess(support * p[accepted], q[accepted])
     total = residual.sum()
-    # There is no excess if p and q are equal; only rounding can then have rejected the token.
+    # The residual is 0 if p and q are equal; then only rounding can have rejected the token.
     return residual / total if total > 0 else p[accepted]
 
 

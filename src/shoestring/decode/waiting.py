@@ -28,7 +28,7 @@ class Waiting:
         self.served: dict[str, float] = {}
         """Virtual token counters of the clients that wait, or that were served more than the waiting clients."""
         self._rows: dict[str, list[tuple[float, int, Row]]] = {}
-        self._level = 0.0  # smallest counter of the waiting clients when the last row was taken
+        self._level = 0.0  # smallest counter of a waiting client when a row was taken for the last time
         self._number = 0
 
     def __iter__(self) -> Iterator[Row]:

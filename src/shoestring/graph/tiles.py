@@ -3,8 +3,8 @@
 Tiles are like shards, but one rank computes them one after the other, where several ranks compute shards at the same
 time. So the rules that divide operators among ranks also say along which axis operators next to a message can be
 computed in tiles: the tiles of a matrix product's rows can be sent one by one while the next rows are computed. A
-region is a message with such operators. Nodes outside the region read its tiles concatenated or, if the tiles are
-summands, added up.
+region is a message together with the operators beside it that are computed in its tiles. Nodes outside the region read
+its tiles concatenated or, if the tiles are summands, added up.
 """
 
 from __future__ import annotations

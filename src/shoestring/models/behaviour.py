@@ -139,8 +139,9 @@ def sharing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
 def _fault(
     model: nn.Module, difference: Callable[[nn.Module, int, int], str], name: str, vocabulary: int, length: int
 ) -> str:
-    """Run `difference` on a model, or on a small copy of a transformers model. If `use_cache` is off, as it is in
-    observations, the field `name` of the model's observation is returned instead."""
+    """Return why a model computes wrong results in some use, empty if it does not: the result of `difference` for the
+    model, or for a small copy of a transformers model. If `use_cache` is off, as it is in observations, the field
+    `name` of the model's observation is returned instead."""
     if not hf.is_pretrained(model):
         with _undisturbed(model):
             return difference(model, vocabulary, length)

@@ -450,4 +450,4 @@ _ALL = (
 ARCHITECTURES: Mapping[str, Architecture] = {architecture.name: architecture for architecture in _ALL}
 """Architectures by their name in GGUF files."""
 WRITTEN: Mapping[str, Architecture] = {kind: architecture for architecture in _ALL for kind in architecture.model_types}
-"""Architectures by transformers' model type."""
+"""Maps a model type of transformers to the architecture in which a GGUF file of such a model is written."""

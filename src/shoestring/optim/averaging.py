@@ -154,7 +154,9 @@ def attach(attachments: Attachments, name: str, build: Callable[[], Average]) ->
 
     def add() -> None:
         weights = dict(attachments.trained)
-        if frozen := average.value().keys() - weights.keys():  # parameters frozen after their average began
+        if (
+            frozen := average.value().keys() - weights.keys()
+        ):  # parameters that were frozen after their averaging had begun
             named = attachments.named()
             weights |= {name: named[name] for name in frozen}
         average.add(weights, attachments.progress.step + 1)

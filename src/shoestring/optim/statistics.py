@@ -5,9 +5,9 @@ the papers on averages (Izmailov et al., 2018; Defazio et al., 2024). If there a
 moving averages of the training statistics over the same steps are used instead. There are too few batches in a training
 loop that calls the model directly, and right after a resume if the batches were too large for the checkpoint.
 
-On the network of `tests/optim/test_averaging.py`, compared with statistics of all data, the loss differs by at most 1%
-with recomputed statistics, by at most 3% with moving averages over at least a hundred steps, and by 3 to 15% with the
-statistics of the newest weights.
+How far the loss is from that with statistics of all data, on the network of `tests/optim/test_averaging.py`:
+recomputed statistics, at most 1%; moving averages over at least a hundred steps, at most 3%; the statistics of the
+newest weights, 3 to 15%.
 """
 
 from __future__ import annotations

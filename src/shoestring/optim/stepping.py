@@ -32,8 +32,8 @@ class Stepping(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch's form; tensors of the state have the data types that were saved.
 
-        torch gives them the data type of their parameter. Codes of 8 bits would take 32 bits, and moments in float32
-        of parameters in bfloat16 would be rounded.
+        torch casts the tensors of the state to the data type of their parameter. Codes of 8 bits would take 32 bits,
+        and float32 moments of bfloat16 parameters would be rounded.
         """
         super().load_state_dict(state_dict)
         saved, own = (

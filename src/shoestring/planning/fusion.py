@@ -28,7 +28,7 @@ class FusedTasks:
     members: list[tuple[int, ...]]
     """For each task, the indices of the original tasks that it consists of."""
     schedule: TaskOrder
-    """A quick order of the tasks."""
+    """An order of the tasks in which they end early."""
 
 
 def fuse(tasks: Sequence[Task], together: Together) -> FusedTasks:

@@ -220,7 +220,7 @@ class _Building:
         return ended
 
     def _activations(self, piece: _Piece, *, backward: bool) -> float:
-        """Seconds of a pass in which ranks that share layers only exchange activations, without computing."""
+        """Seconds that ranks with split layers spend in a pass on exchanging activations while they compute nothing."""
         group, tiles = self.step.group(self.step.over_ways), self.step.tiles
         whole = piece.calls * self.links.seconds("all-reduce", group, piece.exchanged / piece.calls)
         if tiles == 1:

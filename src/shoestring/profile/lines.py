@@ -73,9 +73,8 @@ def imports(tree: CallTree) -> NDArray[np.bool_]:
 
 
 def package_of(file: str) -> str:
-    """The installed package that contains a file; "" for the program itself, and `python` for code that is never shown.
-
-    Code that is never shown is the standard library and shoestring's own code for profiling and launching.
+    """The installed package that contains a file; "" for the program itself, and `python` for code that is never shown:
+    the standard library, and shoestring's code for profiling and launching.
     """
     if match := _INSTALLED.search(file):
         return match[1]
@@ -107,7 +106,8 @@ def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:
 
 
 def _lines_where(tree: CallTree, packages: set[str] | None, but: frozenset[str] = frozenset()) -> NDArray[np.bool_]:
-    """Mask of the nodes that are lines of `packages` (None: of all packages), without imports and packages in `but`."""
+    """Mask of the nodes for lines of `packages` (None: of all packages), without the packages `but`, and without
+    imports of packages."""
     files = [name.partition("\t")[0] for name in tree.names]
     origins = [(file, package_of(file)) for file in files]
     wanted = np.array(

@@ -302,7 +302,8 @@ def _carried(former: Path, new: Path, keep: Callable[[str], bool] | None) -> lis
 
 
 def _take_late(former: Path, path: Path, keep: Callable[[str], bool] | None) -> None:
-    """Move to the new folder the selected entries that were added to the former folder after its content was copied."""
+    """Move entries that were added to the former folder after its content was copied to the new one, if `keep` selects
+    them."""
     if keep is None or not former.is_dir():
         return
     for late in former.iterdir():

@@ -58,7 +58,7 @@ def report(
 
     Args:
         masked: prediction of each method for each face; bool, (N,). kinds: name of the cover of each face. untaught:
-            kinds left out of training.
+            kinds of cover that were left out of training.
         similarity: similarities of masked faces and the gallery by each method, (queries, gallery). own: see `ranks`.
     """
     by_method = {name: recalls(answers, kinds) for name, answers in masked.items()}

@@ -65,7 +65,7 @@ class Form:
         return cls(json.dumps(entries)[1:-1], json.dumps(json.dumps(boxes)), tuple(places), end)
 
     def header(self, about: Mapping[str, Any], least: int = 0) -> bytes:
-        """Return the header, preceded by its length and padded to a multiple of `ROOM` of at least `least` bytes."""
+        """Return the header, preceded by its length and padded: in sum a multiple of `ROOM`, at least `least`."""
         metadata = f'{{"about": {json.dumps(json.dumps(about))}, "boxes": {self.boxes}}}'
         text = f'{{"__metadata__": {metadata}{self.entries and ", "}{self.entries}}}'.encode()
         text = text.ljust(max(least, -(-(8 + len(text)) // ROOM) * ROOM) - 8)

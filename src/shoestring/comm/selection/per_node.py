@@ -121,8 +121,8 @@ class PerNodeCodec(Codec):
         if union.total:
             rows = torch.cat([norm.new_empty(ranks, 0), *(piece.shards(M, ranks) for piece in own)], dim=1)
             rows = F.pad(rows, (0, union.longest - rows.shape[1])).to(self.dtype)
-            # Sent as bytes, because floating-point tensors that ranks receive must be equal on all ranks (see
-            # `Codec.code`).
+            # Each rank receives other rows. Floating-point tensors that are received must be equal on all ranks (see
+            # `Codec.code`), so the rows are sent as bytes.
             (received,) = yield [AllToAll(rows.view(torch.uint8))]
             mean = _sum(received.view(self.dtype), union) / ranks
             rounded = mean.to(self.dtype)

@@ -37,7 +37,7 @@ class Auto(Feature):
 
     allow: tuple[str, ...] = ()
     """Methods that may be chosen, in order of preference: codecs such as "bf16" or "powersgd(rank=4)", and local steps
-    such as "localsgd(every=8, codec='4bit')". With an empty list gradients stay exact."""
+    such as "localsgd(every=8, codec='4bit')". If the list is empty, gradients are sent exactly."""
     worth: tuple[float, ...] = ()
     """Number of DDP steps that one step of each method in `allow` is worth, in the same order. A larger value favours
     the method; 0, or an empty list, uses the value measured with a small model. A method without a measured value needs

@@ -216,8 +216,8 @@ class HarnessModel(LM):
             )
             most = self.adapter.context // 2
         tokens = self._encode(context)[-(self.adapter.context - most) :] or self._begin
-        # A special token is not part of the decoded text in which stop strings are searched for, so it must be a stop
-        # token.
+        # Stop strings are searched for in the decoded text, which has no special tokens. So a stop string that is a
+        # special token must be a stop token.
         special = {token for stop in stops if (token := self.texts.engine.token_to_id(stop)) in self.texts.special}
         request = Request(tokens=tokens, max_new=most, sampling=sampling, stop=self.ends | special)
         return request, Writing(self.texts.stream(tokens), stops)

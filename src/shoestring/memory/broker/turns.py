@@ -62,7 +62,9 @@ class Turns:
         """Count this process's running copies by priority, and hold a priority's lock while its count is positive."""
         with self._lock:
             self._own[priority] += change
-            if self._file >= 0 and self._own[priority] == max(change, 0):  # the first copy began, or the last ended
+            if self._file >= 0 and self._own[priority] == max(
+                change, 0
+            ):  # the first copy has begun, or no copy is left
                 kind = fcntl.LOCK_SH | fcntl.LOCK_NB if change > 0 else fcntl.LOCK_UN
                 fcntl.lockf(self._file, kind, 1, int(priority))
 
