@@ -105,8 +105,8 @@ def check_records(reader: Source, tokenizer: Tokenizer, settings: Data, characte
 
 
 def parsed_records(reader: Source, settings: Data) -> Iterator[tuple[str, PreferencePair | RatedAnswer]]:
-    """Iterate over the parsed records of a source, each with its location, for error messages. If `data.form` is "rated",
-    a pair becomes two rated answers.
+    """Iterate over the parsed records of a source, each with its location, for error messages. If `data.form` is
+    "rated", a pair becomes two rated answers.
 
     Raises:
         DataError: a record holds no preference, or a single answer where a pair is needed, or its two answers are
