@@ -93,7 +93,7 @@ class LateSteps:
         self.stepped[1] += sum(sizes)
         # Copy the settings, because a schedule changes them before the thread uses them.
         groups = self._optimizer.param_groups
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        settings = [_settings(group) for group in groups]
         group_of = {tensor: own for own, group in zip(settings, groups, strict=True) for tensor in group["params"]}
         self._group_of = {name: group_of[trained[name]] for gradients in self._deferred.values() for name in gradients}
 
@@ -179,3 +179,8 @@ def smallest(squares: Sequence[float], sizes: Sequence[int], share: float) -> li
             most -= sizes[index]
             chosen.append(index)
     return sorted(chosen)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the settings of a parameter group."""
+    return {key: value for key, value in group.items() if key != "params"}
