@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import reduce
-from importlib.metadata import version
 from itertools import pairwise
 from operator import or_
 from pathlib import Path
@@ -43,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--version"]:
+        from importlib.metadata import version  # takes as long as a fifth of all else that `--help` needs
+
         print(f"shoestring {version('shoestring')}, torch {version('torch')}, Python {platform.python_version()}")
         return 0
     line = _split(arguments)
