@@ -80,6 +80,7 @@ def prepared(tmp_path):
     [("memory", False), ("plain", True), ("plain", False), ("memory", True)],
 )
 @pytest.mark.slow
+@pytest.mark.share(2)
 def test_a_kill_between_a_checkpoint_and_the_rows_of_its_step_loses_no_row(prepared, saves, late):
     folder, through = prepared("killed", saves), prepared("through", saves)
     assert ended(train_and_die, str(folder), late) == -signal.SIGKILL

@@ -190,7 +190,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_verification_with_a_wrong_correction_shows(rule, fault, monkeypatch):

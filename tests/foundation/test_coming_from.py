@@ -78,6 +78,7 @@ def test_a_hunk_that_fits_nowhere_or_twice_is_refused(diff, message):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("guide", LIBRARIES)
 def test_a_program_runs_before_and_after(guide, tmp_path):
     pytest.importorskip(LIBRARIES[guide], reason=f"{LIBRARIES[guide]} is not installed")

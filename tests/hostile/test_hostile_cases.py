@@ -11,7 +11,7 @@ from tests.hostile.frame import run_cases, run_traced_cases
 from tests.hostile.kinds import KINDS
 from tests.shares import share
 
-CASES = share(1000, 48)
+CASES = share(1000, 32)
 TRACED = CASES // 10
 
 

@@ -26,7 +26,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("kind", ["killed hub", "cut connections", "killed clients"])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_hubs_copy_equals_the_folder(server, project, ada, tmp_path, kind, seed):

@@ -84,6 +84,7 @@ def pool():
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", SHARED)
 def test_the_prediction_is_the_peak_of_two_ranks(pool, name, accumulate, tmp_path):

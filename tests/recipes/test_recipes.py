@@ -82,7 +82,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", TOY)
 def test_a_killed_run_resumes_bit_by_bit(name, tmp_path):
     checkpoint, flags = {"checkpoint": {"plain": {"every": 2}}}, ("--steps", str(LONG))
@@ -102,7 +102,7 @@ def test_a_killed_run_resumes_bit_by_bit(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", TOY)
 def test_two_ranks_train_beside_four_areas(name, tmp_path):
     finished(written(name, tmp_path / "two", **AREAS), "--workers", "2")
