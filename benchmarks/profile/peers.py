@@ -117,7 +117,10 @@ def beside(
 
         ranked = stored(trial.folder / "peers" / tool / f"{judged.name}.json", trial.check, make)["lines"]
         ours.append(first_of(judged) in judged.lines)
-        theirs.append(bool(ranked) and tuple(ranked[0][:2]) in judged.lines)
+        first = [
+            place for *place, count in ranked if count == ranked[0][2]
+        ]  # scalene gives lines of a loop equal times
+        theirs.append(any(tuple(place) in judged.lines for place in first))
     differences = [float(mine) - float(other) for mine, other in zip(ours, theirs, strict=True)]
     return of_mean(
         differences, f"of {len(ours)} faults, ours names the line of {sum(ours)} first, {tool} of {sum(theirs)}"
