@@ -115,7 +115,9 @@ def beside(
         def make(name: str = judged.name) -> dict[str, Any]:
             return {"lines": [[*place, count] for place, count in lines_of(SET, name).most_common(3)]}
 
-        ranked = stored(trial.folder / "peers" / tool / f"{judged.name}.json", trial.check, make)["lines"]
+        lines = stored(trial.folder / "peers" / tool / f"{judged.name}.json", trial.check, make)["lines"]
+        # The set's `__init__` only imports its files: scalene counts that, and py-spy's samples of it were left out.
+        ranked = [line for line in lines if not line[0].endswith("/__init__.py")]
         ours.append(first_of(judged) in judged.lines)
         first = [
             place for *place, count in ranked if count == ranked[0][2]
