@@ -196,35 +196,33 @@ def _shoestring(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=env, check=True, text=True, capture_output=True, **more)
 
 
-def help_seconds(_: Deadline) -> Measured:
-    """Processor seconds of `--help`, in turns with those of importing numpy, which tell how fast the machine is."""
-    helps, beside = [], []
-    while len(helps) < 15:
-        began = commands_cpu_time()
-        _shoestring("-m", "shoestring", "--help")
-        between = commands_cpu_time()
-        _shoestring("-c", "import numpy")
-        ended = commands_cpu_time()
-        if was_calm():
-            helps.append(between - began)
-            beside.append(ended - between)
-    return of_median(helps, f"importing numpy alone takes {median(beside):.2f} s")
+def processor_seconds(verb: Sequence[str], alone: str, what: str, rounds: int, _: Deadline) -> Measured:
+    """Processor seconds of a command, in turns with a program that tells how fast the machine is.
 
-
-def check_seconds(_: Deadline) -> Measured:
-    """Processor seconds of `check`, in turns with a program that only imports torch and makes an optimizer."""
-    alone = "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0).step()"
-    checks, floors = [], []
-    while len(checks) < 9:
+    Args:
+        alone: code of the program. what: what it does, for the note.
+    """
+    own, beside = [], []
+    while len(own) < rounds:
         began = commands_cpu_time()
-        _shoestring("-m", "shoestring", "check", "quickstart")
+        _shoestring("-m", "shoestring", *verb)
         between = commands_cpu_time()
         _shoestring("-c", alone)
         ended = commands_cpu_time()
         if was_calm():
-            checks.append(between - began)
-            floors.append(ended - between)
-    return of_median(checks, f"importing torch and making an optimizer alone takes {median(floors):.2f} s")
+            own.append(between - began)
+            beside.append(ended - between)
+    return of_median(own, f"{what} alone takes {median(beside):.2f} s")
+
+
+help_seconds = partial(processor_seconds, ["--help"], "import numpy", "importing numpy", 15)
+check_seconds = partial(
+    processor_seconds,
+    ["check", "quickstart"],
+    "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0).step()",
+    "importing torch and making an optimizer",
+    9,
+)
 
 
 def help_without_torch(_: Deadline) -> float:

@@ -125,3 +125,15 @@ def test_a_state_dict_that_torch_loads_keeps_its_types(dtype):
         step(parameters, optimizer, number)
         step(others, other, number)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, others, strict=True))
+
+
+def test_a_copy_of_the_optimizer_steps_as_well():
+    """torch copies and pickles an optimizer's groups and state, and no other attribute."""
+    parameter = torch.nn.Parameter(torch.ones(SMALL))
+    optimizer = EightBitAdamW([parameter], lr=1e-2)
+    other = copy.deepcopy(optimizer)
+    for one in (optimizer, other):
+        (own,) = one.param_groups[0]["params"]
+        own.grad = torch.linspace(-1, 1, SMALL)
+        one.step()
+    assert torch.equal(own, parameter) and own is not parameter

@@ -144,7 +144,6 @@ class EightBitAdamW(Stepping):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._examined: dict[Tensor, tuple[Tensor, bool]] = {}
 
     def _update(self) -> None:
         for group in self.param_groups:
@@ -155,7 +154,7 @@ class EightBitAdamW(Stepping):
                 state = self.state[parameter] or self._begin(parameter)
                 if "exp_avg" in state:
                     small.append((parameter, gradient))
-                elif self._is_native(parameter, gradient, state):
+                elif _is_native(parameter, gradient, state):
                     native_ones.append((parameter, gradient))
                 else:
                     others.append((parameter, gradient))
@@ -179,22 +178,6 @@ class EightBitAdamW(Stepping):
             state["first"], state["first_scale"] = encode(zeros, signed=True)
             state["root"], state["root_scale"] = encode(zeros, signed=False)
         return state
-
-    def _is_native(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> bool:
-        """Whether the native loop can step a parameter: all is contiguous on the CPU, in the types that the loop reads.
-
-        The state is examined only if it is not that of the step before.
-        """
-        first, fits = self._examined.get(parameter, (None, False))
-        if first is not state["first"]:
-            floats, codes = (parameter, state["first_scale"], state["root_scale"]), (state["first"], state["root"])
-            fits = (
-                all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*floats, *codes))
-                and all(tensor.dtype is torch.float32 for tensor in floats)
-                and all(tensor.dtype is torch.uint8 for tensor in codes)
-            )
-            self._examined[parameter] = state["first"], fits
-        return fits and gradient.dtype is torch.float32 and gradient.is_contiguous() and parameter.is_contiguous()
 
     def _corrections(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> tuple[list[float], list[float]]:
         """Count a step of each parameter; return for each the learning rate over 1 - beta1^t, and the square root of
@@ -272,6 +255,16 @@ class EightBitAdamW(Stepping):
         root.div_(correction).add_(group["eps"])
         parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
         parameter.addcdiv_(first.to(parameter.dtype), root.to(parameter.dtype), value=-rate)
+
+
+def _is_native(parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> bool:
+    """Whether the native loop can step a parameter: all is contiguous on the CPU, in the types that the loop reads."""
+    floats, codes = (parameter, gradient, state["first_scale"], state["root_scale"]), (state["first"], state["root"])
+    return (
+        all(tensor.dtype is torch.float32 for tensor in floats)
+        and all(tensor.dtype is torch.uint8 for tensor in codes)
+        and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*floats, *codes))
+    )
 
 
 @cache

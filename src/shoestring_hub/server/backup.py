@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from shoestring.storage.whole import put_aside, write_atomic
 from shoestring_hub.server.configure import Place, configure
 from shoestring_hub.server.serve import prepare
 
-ROWS, KEY, LOCK = "rows.jsonl", "secret.key", "files.lock"
+ROWS, KEY = "rows.jsonl", "secret.key"
 FOLDERS = ("chunks", "clips")
 """Folders of a hub with files that never change, in a folder for each project, and named by their digest."""
 
@@ -70,13 +71,17 @@ def files_stay(place: Place, *, removing: bool = False) -> Iterator[None]:
     Raises:
         ConfigError: files are being removed, or, if `removing`, a backup is being made.
     """
-    with (place.folder / LOCK).open("ab") as file:  # own file
+    # The folder itself is locked: a lock file that root made could not be opened by the hub's own user.
+    folder = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
         try:
-            fcntl.flock(file, (fcntl.LOCK_EX if removing else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            fcntl.flock(folder, (fcntl.LOCK_EX if removing else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             other = "a backup of this hub is being made" if removing else "`shoestring hub clean` is running"
             raise ConfigError(other, hint="try again when it has ended") from error
         yield
+    finally:
+        os.close(folder)
 
 
 @contextmanager
