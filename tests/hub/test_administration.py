@@ -152,3 +152,12 @@ def test_clean_removes_what_nobody_needs_and_nothing_else(configured):
     HubRun.objects.filter(pk=other.pk).update(deleted=timezone.now() - GRACE * 2)
     HubRun.objects.filter(deleted__lt=timezone.now() - GRACE).delete()
     assert chunks.remove_unused() == 1 and [path.exists() for path in paths] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("verb", ["clean", "figures", "deactivate --person ada", "backup --to"])
+def test_a_folder_without_a_hub_is_refused_and_stays_as_it_is(verb, tmp_path, capsys):
+    name, *rest = verb.split()
+    words = [str(tmp_path / "backup")] if name == "backup" else []
+    assert main(["hub", name, str(tmp_path / "mistyped"), *rest, *words]) == 2
+    assert "there is no hub in" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

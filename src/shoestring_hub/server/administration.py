@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoestring.core.errors import ConfigError
-from shoestring_hub.server.configure import Place, configure
+from shoestring_hub.server.configure import Place, configure, require_hub
 from shoestring_hub.server.serve import prepare
 
 
@@ -47,8 +47,9 @@ def deactivate(place: Place, name: str) -> str:
     """End all access of a person at once: sessions, tokens and pages. The person's runs remain.
 
     Raises:
-        ConfigError: there is no such person.
+        ConfigError: there is no hub, or no such person.
     """
+    require_hub(place)
     configure(place)
     from shoestring_hub.server.models import Person, Token
 
@@ -65,8 +66,9 @@ def clean(place: Place) -> str:
     sessions that have expired.
 
     Raises:
-        ConfigError: a backup of the hub is being made.
+        ConfigError: there is no hub, or a backup of it is being made.
     """
+    require_hub(place)
     configure(place)
     from django.core.management import call_command
     from django.utils import timezone
@@ -87,7 +89,12 @@ def clean(place: Place) -> str:
 
 
 def figures(place: Place) -> list[str]:
-    """Metrics of the hub in Prometheus' text format, for the folder from which a collector reads such files."""
+    """Metrics of the hub in Prometheus' text format, for the folder from which a collector reads such files.
+
+    Raises:
+        ConfigError: there is no hub.
+    """
+    require_hub(place)
     configure(place)
     from shoestring_hub.server import clip_queue
 

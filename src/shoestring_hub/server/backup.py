@@ -20,10 +20,10 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.storage import foreign
 from shoestring.storage.guarded import private_folder
 from shoestring.storage.whole import put_aside, write_atomic
-from shoestring_hub.server.configure import Place, configure
+from shoestring_hub.server.configure import KEY, Place, configure, require_hub
 from shoestring_hub.server.serve import prepare
 
-ROWS, KEY = "rows.jsonl", "secret.key"
+ROWS = "rows.jsonl"
 FOLDERS = ("chunks", "clips")
 """Folders of a hub with files that never change, in a folder for each project, and named by their digest."""
 
@@ -35,8 +35,7 @@ def back_up(place: Place, to: Path) -> str:
         ConfigError: there is no hub, or `clean` is running.
         OSError: the folder cannot be written; an earlier backup in it stays intact.
     """
-    if not (place.folder / KEY).is_file():
-        raise ConfigError(f"there is no hub in {place.folder}")
+    require_hub(place)
     configure(place)
     prepare()
     from django.core import serializers
@@ -72,7 +71,7 @@ def files_stay(place: Place, *, removing: bool = False) -> Iterator[None]:
         ConfigError: files are being removed, or, if `removing`, a backup is being made.
     """
     # The folder itself is locked: a lock file that root made could not be opened by the hub's own user.
-    folder = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # own file: the folder
     try:
         try:
             fcntl.flock(folder, (fcntl.LOCK_EX if removing else fcntl.LOCK_SH) | fcntl.LOCK_NB)

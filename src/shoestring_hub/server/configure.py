@@ -15,6 +15,8 @@ from shoestring.storage.whole import write_atomic
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 DAYS_SIGNED_IN = 14
+KEY = "secret.key"
+"""File of a hub with the key that signs its links; every hub has one."""
 _SERVER = "shoestring_hub.server"
 _PARTS = {name: Path(str(resources.files(name))) for name in ("shoestring.report", _SERVER)}
 STATIC = (_PARTS["shoestring.report"] / "web", _PARTS[_SERVER] / "static")
@@ -116,6 +118,14 @@ class ClipService:
 CLIPS = ClipService()
 
 
+def require_hub(place: Place) -> None:
+    """Raise ConfigError if a folder has no hub, before `configure` makes one in it."""
+    if not (place.folder / KEY).is_file():
+        raise ConfigError(
+            f"there is no hub in `{place.folder}`", hint=f"to make one: shoestring hub serve {place.folder}"
+        )
+
+
 def configure(place: Place, opening: Opening = FAST, clips: ClipService = CLIPS) -> None:
     """Configure Django; call this once per process, before importing any other module of the server.
 
@@ -140,7 +150,7 @@ def django_settings(place: Place, opening: Opening = FAST, clips: ClipService = 
         "HUB": place,
         "HUB_OPENING": opening,
         "HUB_CLIPS": clips,
-        "SECRET_KEY": _secret_key(place.folder / "secret.key"),
+        "SECRET_KEY": _secret_key(place.folder / KEY),
         "DEBUG": False,
         "ALLOWED_HOSTS": [place.name] if tls else list(LOOPBACK),
         "INSTALLED_APPS": [
